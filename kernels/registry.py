@@ -1,0 +1,92 @@
+"""The one table of norms, NORMS, that the model, the tests, the comparison and the benchmark read."""
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Norm:
+    """One implementation: two functions with the signatures of `kernels.rms_norm` and
+    `kernels.add_rms_norm`, both differentiable."""
+
+    name: str
+    rms_norm: Callable
+    add_rms_norm: Callable
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a norm lives, and the package it needs that this project does not install."""
+
+    target: str
+    about: str
+    package: str | None = None
+    install: str | None = None
+
+    @property
+    def installed(self) -> bool:
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+NORMS = {
+    "eager": Entry("kernels.reference:norm", "the definition in plain PyTorch, op by op"),
+    "compiled": Entry("kernels.compiled:make", "the definition through torch.compile (Inductor)"),
+    "triton": Entry("kernels.triton_rms_norm:make", "this project's fused Triton kernels"),
+    "aten": Entry("kernels.peers:aten", "torch.nn.functional.rms_norm"),
+    "liger": Entry(
+        "kernels.peers:liger",
+        "Liger-Kernel's Triton kernels",
+        package="liger_kernel",
+        install="pip install liger-kernel",
+    ),
+    "quack": Entry(
+        "kernels.peers:quack",
+        "QuACK's CuTe-DSL kernels",
+        package="quack",
+        install="pip install quack-kernels",
+    ),
+}
+
+
+def load_norm(name: str) -> Norm:
+    """The norm called `name`: a key of NORMS, or "package.module:name" for one of your own.
+
+    What "package.module:name" names is a `Norm`, or a function without arguments that returns one.
+
+    Raises:
+        ValueError: if the name is unknown, its package is not installed, or what it names is not
+            a norm; the message says which names there are.
+    """
+    if name in NORMS:
+        entry = NORMS[name]
+        if not entry.installed:
+            raise ValueError(
+                f"norm {name!r} needs the package {entry.package!r}, which is not installed: "
+                f"{entry.install}"
+            )
+        return _load(name, entry.target)
+    if ":" in name:
+        return _load(name, name)
+    known = ", ".join(
+        key if entry.installed else f"{key} (not installed)" for key, entry in NORMS.items()
+    )
+    raise ValueError(f"unknown norm {name!r}; there are: {known}, or package.module:name")
+
+
+def _load(name: str, target: str) -> Norm:
+    module_name, _, attribute = target.partition(":")
+    try:
+        norm = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"norm {name!r} cannot be loaded: {error}") from error
+    if not isinstance(norm, Norm) and callable(norm):
+        norm = norm()
+    if not isinstance(norm, Norm):
+        raise ValueError(
+            f"norm {name!r} must name a kernels.Norm or a function without arguments that returns "
+            f"one, but it names a {type(norm).__name__}"
+        )
+    return dataclasses.replace(norm, name=name)

@@ -1,0 +1,528 @@
+"""RMSNorm and add+RMSNorm in Triton: one forward kernel, a persistent backward, no atomics.
+
+With x_hat = x * rstd, g = dy * w and rstd = 1 / sqrt(mean(x^2) + eps), differentiating
+y = x_hat * w (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467, section 4) gives
+
+    dx = rstd * (g - x_hat * mean(g * x_hat))        dw = sum over rows of dy * x_hat
+
+With a residual stream, h = x + residual is normalised and dh, the gradient that arrives through
+the stream, is added to dx; the sum is the gradient of x and of residual.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.standard import _sum_combine
+
+from kernels import interpreter
+from kernels.arguments import check_arguments, compute_dtype
+from kernels.launches import backward_launch, forward_launch, gpu
+from kernels.registry import Norm
+
+INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in one pass over x.
+
+    Args:
+        x: (..., N), N >= 1, float16, bfloat16, float32 or float64. Rows may be strided (a slice
+            of a fused QKV is read in place); other layouts than that are copied first.
+        weight: (N,) of any of these dtypes, or None for no scaling.
+        eps: added to the mean of squares, at least 0.
+        out_dtype: dtype of the result; x's by default.
+
+    Returns:
+        (..., N), contiguous. Computed in float32 (float64 if x or weight is float64) and rounded
+        once. Differentiable once; dw is summed in a fixed order, so equal inputs give equal bits.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device or eps, naming the argument.
+    """
+    check_arguments(x, None, weight, eps, out_dtype)
+    _check_device(x)
+    out_dtype = out_dtype or x.dtype
+    if _needs_grad(x, weight):
+        return _RMSNorm.apply(x, weight, eps, out_dtype)
+    return _forward(x, None, weight, eps, out_dtype, save_rstd=False)[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The residual add and the norm of its sum in one pass: (rms_norm(h), h), h = x + residual.
+
+    Args:
+        x: (..., N), the branch that is added to the stream.
+        residual: the stream, of x's shape and any of x's dtypes.
+        weight, eps, out_dtype: as for `rms_norm`.
+
+    Returns:
+        y (..., N) in out_dtype and h (..., N) in residual's dtype, both contiguous. y is the norm
+        of the rounded h, so with x and residual of one dtype it equals rms_norm(x + residual).
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device or eps, naming the argument.
+    """
+    check_arguments(x, residual, weight, eps, out_dtype)
+    _check_device(x)
+    out_dtype = out_dtype or x.dtype
+    if _needs_grad(x, residual, weight):
+        return _AddRMSNorm.apply(x, residual, weight, eps, out_dtype)
+    return _forward(x, residual, weight, eps, out_dtype, save_rstd=False)[:2]
+
+
+def make() -> Norm:
+    """The Triton norm."""
+    return Norm("triton", rms_norm, add_rms_norm)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, out_dtype):
+        y, h, rstd = _forward(x, None, weight, eps, out_dtype, save_rstd=True)
+        ctx.save_for_backward(h, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        h, weight, rstd = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dx, _, dw = _backward(
+            dy, None, h, weight, rstd, h.dtype if need_dx else None, None, need_dw
+        )
+        return dx, dw, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, out_dtype):
+        y, h, rstd = _forward(x, residual, weight, eps, out_dtype, save_rstd=True)
+        ctx.save_for_backward(h, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.x_dtype = x.dtype
+        return y, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dh):
+        h, weight, rstd = ctx.saved_tensors
+        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
+        x_dtype, r_dtype = ctx.x_dtype, h.dtype
+        if dy is None:  # only the stream was used: the norm has no gradient
+            dx = dh.to(x_dtype) if need_dx and dh is not None else None
+            return dx, dh if need_dr else None, None, None, None
+        both = need_dx and need_dr and x_dtype != r_dtype
+        dx, dr, dw = _backward(
+            dy,
+            dh,
+            h,
+            weight,
+            rstd,
+            x_dtype if need_dx else r_dtype if need_dr else None,
+            r_dtype if both else None,
+            need_dw,
+        )
+        if not both:
+            dx, dr = (dx if need_dx else None), (dx if need_dr else None)
+        return dx, dr, dw, None, None
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check_device(x: Tensor) -> None:
+    if interpreter.INTERPRETED:
+        interpreter.announce()
+    elif not x.is_cuda:
+        raise ValueError(
+            f"x must be on a CUDA device for the Triton kernels, but it is on {x.device}; "
+            "set TRITON_INTERPRET=1 to run them through Triton's interpreter"
+        )
+
+
+def _on(device: torch.device):
+    """Makes the tensors' GPU the current one, since Triton launches on that."""
+    if interpreter.INTERPRETED or _compiling() or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def _rows_in_place(x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, int, int]]:
+    """x, and its rows counted over up to three dimensions: the inner two sizes, three strides.
+
+    Neighbouring dimensions merge where their strides allow. x is copied only if its features are
+    not next to each other in memory, or its rows need more dimensions than three.
+    """
+    if x.is_contiguous():
+        return x, (1, 1), (0, 0, 0)
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        elif size != 1:
+            dims.append((size, stride))
+    if len(dims) > 3 or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        return x.contiguous(), (1, 1), (0, 0, 0)
+    (_, stride0), (size1, stride1), (size2, stride2) = [(1, 0)] * (3 - len(dims)) + dims
+    return x, (size1, size2), (stride0, stride1, stride2)
+
+
+def _forward(x, residual, weight, eps, out_dtype, save_rstd):
+    """y, what was normalised (x, or the rounded x + residual) and rstd (rows,)."""
+    x, sizes, strides = _rows_in_place(x)
+    compute = compute_dtype(x, residual, weight)
+    n = x.shape[-1]
+    rows = x.numel() // n
+    y = x.new_empty(x.shape, dtype=out_dtype)
+    h = x
+    if residual is not None:
+        residual = residual.contiguous()
+        h = x.new_empty(x.shape, dtype=residual.dtype)
+    rstd = x.new_empty(rows, dtype=compute) if save_rstd else None
+    if rows:
+        launch = forward_launch(n, compute.itemsize)
+        with _on(x.device):
+            _forward_kernel[(triton.cdiv(rows, launch.rows),)](
+                x,
+                residual,
+                weight,
+                y,
+                h if residual is not None else None,
+                rstd,
+                rows,
+                *sizes,
+                *strides,
+                N=n,
+                EPS=float(eps),
+                CONTIGUOUS=x.is_contiguous(),
+                HAS_RESIDUAL=residual is not None,
+                HAS_WEIGHT=weight is not None,
+                SAVE_RSTD=save_rstd,
+                FLOAT64=compute == torch.float64,
+                ROWS=launch.rows,
+                COLUMNS=launch.columns,
+                num_warps=launch.warps,
+            )
+    return y, h, rstd
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    h_ptr,
+    rstd_ptr,
+    n_rows,
+    size1,
+    size2,
+    stride0,
+    stride1,
+    stride2,
+    N: tl.constexpr,
+    EPS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SAVE_RSTD: tl.constexpr,
+    FLOAT64: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program normalises ROWS rows. A row longer than COLUMNS is read in blocks, twice."""
+    COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, CONTIGUOUS)
+    column = tl.arange(0, COLUMNS)[None, :]
+
+    squares = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
+    for start in tl.static_range(0, N, COLUMNS):
+        inside = (row < n_rows) & (start + column < N)
+        h = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(COMPUTE)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * N + start + column, mask=inside, other=0.0)
+            rounded = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty)
+            tl.store(h_ptr + row * N + start + column, rounded, mask=inside)
+            h = rounded.to(COMPUTE)
+        squares += h * h
+    rstd = tl.rsqrt(_sum(squares, 1) / N + EPS)
+    if SAVE_RSTD:
+        tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
+
+    for start in tl.static_range(0, N, COLUMNS):
+        inside = (row < n_rows) & (start + column < N)
+        if N > COLUMNS:
+            h = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(COMPUTE)
+            if HAS_RESIDUAL:
+                residual = tl.load(residual_ptr + row * N + start + column, mask=inside, other=0.0)
+                h = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty).to(COMPUTE)
+        y = h * rstd
+        if HAS_WEIGHT:
+            y *= tl.load(weight_ptr + start + column, mask=start + column < N, other=0.0).to(
+                COMPUTE
+            )
+        tl.store(y_ptr + row * N + start + column, _round(y, y_ptr.dtype.element_ty), mask=inside)
+
+
+def _backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
+    """Gradients (dx, dr, dw); dx in dx_dtype and, a second time, in dr_dtype; None where not asked.
+
+    dw is summed in two stages: every program of a persistent grid keeps its own sum in registers
+    and writes it as one row of `partial`; then `_reduce_kernel` adds those rows.
+    """
+    h, sizes, strides = _rows_in_place(h)
+    dy = dy.contiguous()
+    dh = dh.contiguous() if dh is not None else None
+    n = h.shape[-1]
+    rows = h.numel() // n
+    need_dw = need_dw and weight is not None
+    dx = h.new_empty(h.shape, dtype=dx_dtype) if dx_dtype else None
+    dr = h.new_empty(h.shape, dtype=dr_dtype) if dr_dtype else None
+    dw = torch.empty_like(weight) if need_dw else None
+    if rows == 0:
+        return dx, dr, dw.zero_() if need_dw else None
+
+    properties = gpu(h.device)
+    read = h.element_size() + dy.element_size() + (dh.element_size() if dh is not None else 0)
+    launch = backward_launch(n, rstd.element_size(), read, properties.shared_memory)
+    blocks = triton.cdiv(n, launch.columns)
+    wave = max(1, launch.programs_per_sm * properties.multiprocessors // blocks)
+    programs = min(wave, triton.cdiv(rows, launch.rows))
+    partial = dw if programs == 1 else rstd.new_empty(programs, n) if need_dw else None
+    dependent = need_dw and programs > 1 and properties.dependent_launch and not _compiling()
+    constants = {
+        "N": n,
+        "CONTIGUOUS": h.is_contiguous(),
+        "HAS_WEIGHT": weight is not None,
+        "FLOAT64": rstd.dtype == torch.float64,
+        "COLUMNS": launch.columns,
+        "num_warps": launch.warps,
+    }
+    with _on(h.device):
+        projection = None
+        if blocks > 1 and dx is not None:
+            projection = torch.empty_like(rstd)
+            _projection_kernel[(rows,)](
+                dy, h, weight, rstd, projection, *sizes, *strides, **constants
+            )
+        _backward_kernel[(programs, blocks)](
+            dy,
+            dh,
+            h,
+            weight,
+            rstd,
+            projection,
+            dx,
+            dr,
+            partial,
+            rows,
+            *sizes,
+            *strides,
+            HAS_DH=dh is not None,
+            WRITE_DX=dx is not None,
+            WRITE_DR=dr is not None,
+            WRITE_DW=need_dw,
+            ROWS=launch.rows,
+            STAGES=launch.stages,
+            DEPENDENT=dependent,
+            **constants,
+        )
+        if need_dw and programs > 1:
+            columns = 8 if not interpreter.INTERPRETED else launch.columns
+            pdl = {"launch_pdl": True} if dependent else {}
+            _reduce_kernel[(triton.cdiv(n, columns),)](
+                partial,
+                dw,
+                programs,
+                N=n,
+                ROWS=64,
+                COLUMNS=columns,
+                DEPENDENT=dependent,
+                num_warps=4,
+                **pdl,
+            )
+    return dx, dr, dw
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _backward_kernel(
+    dy_ptr,
+    dh_ptr,
+    h_ptr,
+    weight_ptr,
+    rstd_ptr,
+    projection_ptr,
+    dx_ptr,
+    dr_ptr,
+    partial_ptr,
+    n_rows,
+    size1,
+    size2,
+    stride0,
+    stride1,
+    stride2,
+    N: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_DH: tl.constexpr,
+    WRITE_DX: tl.constexpr,
+    WRITE_DR: tl.constexpr,
+    WRITE_DW: tl.constexpr,
+    FLOAT64: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A program walks over tiles of rows, tile by tile in steps of the grid.
+
+    The explicit number of stages makes Triton prefetch the next tiles while this one is worked on.
+    """
+    COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
+    program = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(COMPUTE)
+    dw = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
+
+    tiles = (n_rows + ROWS - 1) // ROWS
+    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        inside = (row < n_rows) & (column < N)
+        h_row = _row_offset(row, size1, size2, stride0, stride1, stride2, N, CONTIGUOUS)
+        h = tl.load(h_ptr + h_row + column, mask=inside, other=0.0).to(COMPUTE)
+        dy = tl.load(dy_ptr + row * N + column, mask=inside, other=0.0).to(COMPUTE)
+        rstd = tl.load(rstd_ptr + row, mask=row < n_rows, other=0.0)
+        x_hat = h * rstd
+        if WRITE_DW:
+            dw += dy * x_hat
+        if WRITE_DX:
+            g = dy * weight if HAS_WEIGHT else dy
+            if N > COLUMNS:
+                mean = tl.load(projection_ptr + row, mask=row < n_rows, other=0.0)
+            else:
+                mean = _sum(g * x_hat, 1) / N
+            dx = (g - x_hat * mean) * rstd
+            if HAS_DH:
+                dx += tl.load(dh_ptr + row * N + column, mask=inside, other=0.0).to(COMPUTE)
+            tl.store(dx_ptr + row * N + column, _round(dx, dx_ptr.dtype.element_ty), mask=inside)
+            if WRITE_DR:
+                tl.store(
+                    dr_ptr + row * N + column, _round(dx, dr_ptr.dtype.element_ty), mask=inside
+                )
+
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if WRITE_DW:
+        dw = _round(_sum(dw, 0), partial_ptr.dtype.element_ty)
+        tl.store(partial_ptr + program.to(tl.int64) * N + column, dw, mask=column < N)
+
+
+@triton.jit
+def _projection_kernel(
+    dy_ptr,
+    h_ptr,
+    weight_ptr,
+    rstd_ptr,
+    projection_ptr,
+    size1,
+    size2,
+    stride0,
+    stride1,
+    stride2,
+    N: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    FLOAT64: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """mean(g * x_hat) of one row that is too long for one tile of the backward kernel."""
+    COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
+    row = tl.program_id(0).to(tl.int64)
+    h_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, CONTIGUOUS)
+    products = tl.full([1, COLUMNS], 0.0, COMPUTE)
+    for start in tl.range(0, N, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = column < N
+        g = tl.load(dy_ptr + row * N + column, mask=inside, other=0.0).to(COMPUTE)
+        if HAS_WEIGHT:
+            g *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(COMPUTE)
+        products += g * tl.load(h_ptr + column, mask=inside, other=0.0).to(COMPUTE)
+    first = tl.arange(0, 1)[:, None]
+    mean = _sum(products, 1) * tl.load(rstd_ptr + row) / N
+    tl.store(projection_ptr + row + first, mean)
+
+
+@triton.jit(do_not_specialize=["n_partials"])
+def _reduce_kernel(
+    partial_ptr,
+    dw_ptr,
+    n_partials,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """dw of COLUMNS columns: the sum of the programs' partial sums, always in the same order."""
+    if DEPENDENT:  # launched while the backward kernel still runs, to hide the launch
+        gdc_wait()
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    dw = tl.full([ROWS, COLUMNS], 0.0, partial_ptr.dtype.element_ty)
+    for start in tl.range(0, n_partials, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        inside = (row < n_partials) & (column < N)
+        dw += tl.load(partial_ptr + row * N + column, mask=inside, other=0.0)
+    dw = _round(_sum(dw, 0), dw_ptr.dtype.element_ty)
+    tl.store(dw_ptr + column, dw, mask=column < N)
+
+
+@triton.jit
+def _row_offset(row, size1, size2, stride0, stride1, stride2, N: tl.constexpr, CONTIGUOUS):
+    """Where a row starts, in elements: rows are counted over up to three strided dimensions."""
+    if CONTIGUOUS:
+        return row * N
+    else:
+        outer = row // size2
+        return outer // size1 * stride0 + outer % size1 * stride1 + row % size2 * stride2
+
+
+@triton.jit
+def _sum(values, AXIS: tl.constexpr):
+    """tl.sum, written so that it is interpreted even where triton was imported before the
+    interpreter was chosen (importing lightning imports triton)."""
+    return tl.reduce(values, AXIS, _sum_combine, keep_dims=True)
+
+
+@triton.jit
+def _round(values, DTYPE: tl.constexpr):
+    """Round to the nearest even, which the interpreter, where it stores bfloat16, leaves out."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        return tl.where(values == values, rounded, float("nan")).to(DTYPE)
+    else:
+        return values.to(DTYPE)
