@@ -92,6 +92,6 @@ class ValidationBatches(IterableDataset):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         stride = self.world_size
-        for first in range(0, self.batches * self.batch_size, self.batch_size):
-            last = first + self.batch_size
+        for batch in range(self.batches):
+            first, last = batch * self.batch_size, (batch + 1) * self.batch_size
             yield stack(self.blocks, range(first * stride + self.rank, last * stride, stride))

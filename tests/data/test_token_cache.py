@@ -1,0 +1,250 @@
+"""The token cache: right content, never stale, never half-built, built once."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import datasets
+import numpy as np
+import pytest
+import tiktoken
+
+from data import DataError, TextDataModule, load_tokenizer
+
+TEXTS = [f"document {i} <|endoftext|> \u00e9\n" for i in range(40)]
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Forty documents; the last two are held out."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def expected(tokenizer, texts):
+    encoding = load_tokenizer(tokenizer)
+    return [i for text in texts for i in [*encoding.encode_ordinary(text), encoding.eot_token]]
+
+
+def folders(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bytes"])
+def test_tokens_are_those_of_plain_text_with_an_end_after_each_document(file, prepare, tokenizer):
+    tokens = prepare(file, tokenizer=tokenizer).tokens
+    assert tokens.train.dtype == tokens.validation.dtype == np.uint16
+    assert tokens.train.tolist() == expected(tokenizer, TEXTS[:38])
+    assert tokens.validation.tolist() == expected(tokenizer, TEXTS[38:])
+
+
+def test_several_processes_give_the_tokens_of_one(file, prepare, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.cache._BYTES_PER_PROCESS", 1)
+    serial = prepare(file, num_proc=1).tokens
+    started = []
+    real_map = datasets.Dataset.map
+
+    def watched_map(self, *args, num_proc, **options):
+        started.append(num_proc)
+        return real_map(self, *args, num_proc=num_proc, **options)
+
+    monkeypatch.setattr(datasets.Dataset, "map", watched_map)
+    module = TextDataModule(
+        str(file), "bytes", context=4, num_proc=2, cache_dir=str(tmp_path / "other")
+    )
+    module.prepare_data()
+    assert started == [2]
+    assert module.tokens.train.tolist() == serial.train.tolist()
+    assert module.tokens.validation.tolist() == serial.validation.tolist()
+
+
+def test_a_vocabulary_beyond_16_bits_is_kept_in_32(file, prepare, monkeypatch):
+    wide = tiktoken.Encoding(
+        "wide",
+        pat_str=r"(?s).",
+        mergeable_ranks={bytes([i]): 65500 + i for i in range(256)},
+        special_tokens={"<|endoftext|>": 70000},
+    )
+    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["wide"])
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
+    tokens = prepare(file, tokenizer="wide").tokens
+    assert tokens.train.dtype == np.uint32
+    assert tokens.train.tolist() == expected("wide", TEXTS[:38])
+    load_tokenizer.cache_clear()
+
+
+def test_the_second_time_no_text_is_read(file, prepare, monkeypatch):
+    first = prepare(file).tokens.train.tolist()
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    assert prepare(file).tokens.train.tolist() == first
+
+
+def test_an_edit_that_keeps_size_and_time_stamp_is_noticed(file, prepare):
+    prepare(file)
+    before = file.stat()
+    file.write_text(file.read_text().replace("document 0", "DOCUMENT 0"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    changed = [TEXTS[0].replace("document", "DOCUMENT"), *TEXTS[1:38]]
+    assert prepare(file).tokens.train.tolist() == expected("bytes", changed)
+
+
+def test_tokenizers_and_columns_have_caches_of_their_own(tmp_path, prepare):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "aaaa", "other": "bbbb"}\n' * 2)
+    assert bytes(prepare(file).tokens.train[:-1].tolist()) == b"aaaa"
+    assert bytes(prepare(file, text_column="other").tokens.train[:-1].tolist()) == b"bbbb"
+    prepare(file, tokenizer="gpt2", context=1)
+    assert len(folders(tmp_path)) == 3
+
+
+def test_the_default_folder_follows_the_users_setting(file):
+    module = TextDataModule(str(file), "bytes")
+    module.prepare_data()
+    parent = os.path.join(os.environ["XDG_CACHE_HOME"], "triton-rmsnorm-gpt")
+    assert str(module.tokens.path.parent) == parent
+
+
+def truncate(folder):
+    os.truncate(folder / "validation.bin", os.path.getsize(folder / "validation.bin") - 2)
+
+
+def drop_meta(folder):
+    (folder / "meta.json").unlink()
+
+
+def garble_meta(folder):
+    (folder / "meta.json").write_text("{")
+
+
+def drop_tokens(folder):
+    (folder / "train.bin").unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, drop_meta, garble_meta, drop_tokens])
+def test_a_damaged_cache_is_built_again(file, prepare, damage):
+    damage(prepare(file).tokens.path)
+    tokens = prepare(file).tokens
+    assert tokens.train.tolist() == expected("bytes", TEXTS[:38])
+    assert tokens.validation.tolist() == expected("bytes", TEXTS[38:])
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_an_interrupted_build_leaves_nothing(file, prepare, tmp_path, monkeypatch, moment):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, moment, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(file)
+    assert folders(tmp_path) == []
+    assert prepare(file).tokens.train.tolist() == expected("bytes", TEXTS[:38])
+
+
+def test_a_killed_build_is_not_trusted_and_is_cleared_away(file, prepare, tmp_path):
+    def build_and_die():
+        os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        prepare(file)
+
+    process = fork.Process(target=build_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    (leftover,) = folders(tmp_path)
+    tokens = prepare(file).tokens
+    assert tokens.train.tolist() == expected("bytes", TEXTS[:38])
+    assert folders(tmp_path) == [tokens.path.name] != [leftover]
+
+
+def test_a_killed_builds_lock_is_free_even_while_its_child_lives(file, prepare, tmp_path):
+    ready, pid = fork.Event(), fork.Value("i")
+
+    def build_and_hang():
+        def hang(*args, **options):
+            if child := os.fork():
+                pid.value = child
+                ready.set()
+            while True:
+                time.sleep(60)
+
+        datasets.load_dataset = hang
+        prepare(file)
+
+    holder = fork.Process(target=build_and_hang)
+    holder.start()
+    assert ready.wait(60)
+    holder.kill()
+    holder.join()
+    try:
+        waiting = fork.Process(target=prepare, args=(file,))
+        waiting.start()
+        waiting.join(60)
+        assert waiting.exitcode == 0
+    finally:
+        waiting.kill()
+        os.kill(pid.value, signal.SIGKILL)
+
+
+def test_two_processes_at_once_build_once(file, prepare, tmp_path):
+    together, builds = fork.Barrier(2), fork.Value("i", 0)
+    real_replace = os.replace
+
+    def counted_replace(source, target):
+        if str(target).startswith(str(tmp_path / "cache" / "bytes-")):
+            with builds.get_lock():
+                builds.value += 1
+        real_replace(source, target)
+
+    def build():
+        os.replace = counted_replace
+        together.wait()
+        tokens = prepare(file).tokens
+        assert tokens.train.tolist() == expected("bytes", TEXTS[:38])
+
+    processes = [fork.Process(target=build) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert builds.value == 1
+    assert len(folders(tmp_path)) == 1
+
+
+def test_a_full_disk_is_reported_with_bytes_and_leaves_nothing(
+    file, prepare, tmp_path, monkeypatch
+):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(DataError, match=r"No space left in .*/cache: .* up to [\d,]+ bytes"):
+            prepare(file)
+    assert folders(tmp_path) == []
+    prepare(file)
+
+
+def test_a_disk_that_fills_up_while_text_is_read_is_reported_as_such(file, prepare, monkeypatch):
+    def full(*args, **options):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("generating failed") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    with pytest.raises(DataError, match="No space left in"):
+        prepare(file)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(file, tmp_path):
+    (tmp_path / "occupied").touch()
+    module = TextDataModule(str(file), "bytes", cache_dir=str(tmp_path / "occupied"))
+    with pytest.raises(DataError, match=r"Cannot keep tokens in .*occupied"):
+        module.prepare_data()
