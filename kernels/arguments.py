@@ -49,7 +49,9 @@ def check_arguments(
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.dtype not in DTYPES:
-        raise ValueError(f"{name} must have one of the dtypes {_names(DTYPES)}, not {tensor.dtype}")
+        raise ValueError(
+            f"{name} must have one of the dtypes {_names(DTYPES)}, but it is {tensor.dtype}"
+        )
     if tensor.device != x.device:
         raise ValueError(f"{name} must be on x's device {x.device}, but it is on {tensor.device}")
 

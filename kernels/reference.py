@@ -1,4 +1,4 @@
-"""RMSNorm and add+RMSNorm by their definition, op by op: every other implementation is judged by it.
+"""RMSNorm and add+RMSNorm by their definition: every other implementation is judged by it.
 
 Source of the maths: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019
 (https://arxiv.org/abs/1910.07467), equation 4, with eps inside the root.

@@ -1,4 +1,4 @@
-"""The one table of norms, NORMS, that the model, the tests, the comparison and the benchmark read."""
+"""NORMS, the one table of norms that model, tests, comparison and benchmark read."""
 
 import dataclasses
 import importlib

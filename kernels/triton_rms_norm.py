@@ -519,10 +519,14 @@ def _sum(values, AXIS: tl.constexpr):
 
 @triton.jit
 def _round(values, DTYPE: tl.constexpr):
-    """Round to the nearest even, which the interpreter, where it stores bfloat16, leaves out."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
-        bits = values.to(tl.float32).to(tl.int32, bitcast=True)
+    """Round to nearest even; from float64 to 16 bits by way of float32, as PyTorch does.
+
+    Triton's interpreter truncates to bfloat16, so there the bits are rounded here before.
+    """
+    if DTYPE.primitive_bitwidth < 32:
+        values = values.to(tl.float32)
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = values.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-        return tl.where(values == values, rounded, float("nan")).to(DTYPE)
-    else:
-        return values.to(DTYPE)
+        values = tl.where(values == values, rounded, float("nan"))
+    return values.to(DTYPE)

@@ -1,0 +1,106 @@
+"""What only a GPU can show: torch.compile, CUDA graphs, several GPUs, 64-bit offsets, registers.
+
+torch.compile of the eager and the compiled norm is tested on a CPU too.
+"""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kernels import add_rms_norm, load_norm, rms_norm
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+NORMS = ["eager", "compiled", pytest.param("triton", marks=needs_gpu)]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_compiles_as_one_graph_and_once_for_all_batch_sizes(name, device):
+    norm = load_norm(name)
+    compiles = CompileCounterWithBackend("inductor")
+
+    @torch.compile(backend=compiles, fullgraph=True)
+    def block(x, residual, weight):
+        y, h = norm.add_rms_norm(x, residual, weight)
+        return norm.rms_norm(torch.nn.functional.gelu(y), weight) + h
+
+    def leaves(rows):
+        torch.manual_seed(rows)
+        tensors = [torch.randn(*s, device=device) for s in [(rows, 4, 96)] * 2 + [(96,)]]
+        return [t.requires_grad_() for t in tensors]
+
+    for i, rows in enumerate([6, 10, 12, 130, 34]):
+        inputs = leaves(rows)
+        got = block(*inputs)
+        y, h = norm.add_rms_norm(*inputs)
+        expected = norm.rms_norm(torch.nn.functional.gelu(y), inputs[2]) + h
+        torch.testing.assert_close(got, expected)
+        gradient = torch.randn_like(got)
+        for a, b in zip(
+            torch.autograd.grad(got, inputs, gradient),
+            torch.autograd.grad(expected, inputs, gradient),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+        if i == 1:  # the second batch size makes the first dimension dynamic; after that, nothing
+            compiled = compiles.frame_count
+    assert compiles.frame_count == compiled
+
+
+@needs_gpu
+def test_cuda_graph_capture_and_replay(device):
+    x, residual = (torch.randn(512, 768, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(768, device=device, requires_grad=True)
+
+    def step():
+        y, h = add_rms_norm(x, residual, weight)
+        return torch.autograd.grad([y, h], [x, residual, weight], [y.detach(), h.detach()])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        weight.mul_(3)
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_the_gpu_that_holds_x():
+    x = torch.randn(64, 768, device="cuda:1", requires_grad=True)
+    with torch.cuda.device(0):
+        y = rms_norm(x)
+        y.sum().backward()
+    assert y.device == x.grad.device == x.device
+    torch.testing.assert_close(y, load_norm("eager").rms_norm(x))
+
+
+@needs_gpu
+def test_more_than_two_to_the_31_elements(device):
+    if torch.cuda.get_device_properties(device).total_memory < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    rows = 2**31 // 4096 + 3
+    x = torch.randn(rows, 4096, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(4096, device=device).requires_grad_()
+    y, h = add_rms_norm(x, x.detach(), weight)
+    dx, dw = torch.autograd.grad([y, h], [x, weight], [y.detach(), h.detach()])
+    tail = x[-5:].detach().requires_grad_()
+    y_tail, h_tail = add_rms_norm(tail, tail.detach(), weight.detach())
+    (dx_tail,) = torch.autograd.grad([y_tail, h_tail], tail, [y_tail.detach(), h_tail.detach()])
+    for a, b in ((y, y_tail), (h, h_tail), (dx, dx_tail)):
+        assert torch.equal(a[-5:], b)
+    assert dw.isfinite().all()
+
+
+def test_a_cpu_tensor_on_a_machine_with_a_gpu_is_refused():
+    if not torch.cuda.is_available():
+        pytest.skip("without a GPU the kernels are interpreted on the CPU")
+    with pytest.raises(ValueError, match=r"x must be on a CUDA device .* but it is on cpu"):
+        rms_norm(torch.ones(2, 8))

@@ -1,0 +1,92 @@
+"""Norms by name, and the module that holds a norm's weight."""
+
+import sys
+
+import pytest
+import torch
+
+from kernels import NORMS, RMSNorm, load_norm, rms_norm
+
+
+def test_every_registered_norm_loads_or_says_how_to_install_it():
+    for name, entry in NORMS.items():
+        if entry.installed:
+            assert load_norm(name).name == name
+        else:
+            with pytest.raises(ValueError, match=f"norm '{name}' needs .* pip install"):
+                load_norm(name)
+
+
+def test_unknown_norm_lists_the_known_ones():
+    with pytest.raises(
+        ValueError, match="unknown norm 'nosuch'; there are: eager, compiled, triton"
+    ):
+        load_norm("nosuch")
+
+
+OWN_NORM = """
+import torch.nn.functional as F
+from kernels import Norm
+
+def rms_norm(x, weight=None, eps=1e-6, *, out_dtype=None):
+    return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype or x.dtype)
+
+def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out_dtype=None):
+    h = x + residual
+    return rms_norm(h, weight, eps, out_dtype=out_dtype), h
+
+def make():
+    return Norm("mine", rms_norm, add_rms_norm)
+
+norm = make()
+number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_norm_module.py").write_text(OWN_NORM)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_norm_module"
+    sys.modules.pop("own_norm_module", None)
+
+
+@pytest.mark.parametrize("attribute", ["make", "norm"])
+def test_a_norm_of_ones_own(own_module, attribute, device):
+    module = RMSNorm(64, norm=f"{own_module}:{attribute}").to(device)
+    x = torch.randn(3, 64, device=device)
+    y, h = module(x, x)
+    torch.testing.assert_close(y, rms_norm(2 * x, eps=1e-6))
+    assert torch.equal(h, 2 * x)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_such_module:norm", "'no_such_module:norm' cannot be loaded: No module named"),
+        ("own_norm_module:nothing", "cannot be loaded: .* no attribute 'nothing'"),
+        ("own_norm_module:number", "must name a kernels.Norm .* but it names a int"),
+    ],
+)
+def test_what_is_not_a_norm(own_module, target, message):
+    with pytest.raises(ValueError, match=message):
+        load_norm(target)
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled", "triton"])
+def test_module_output_has_the_autocast_dtype_and_the_stream_keeps_its_own(name, device):
+    module = RMSNorm(64, norm=name).to(device)
+    assert module.weight.dtype == torch.float32
+    branch = torch.randn(2, 3, 64, device=device, dtype=torch.bfloat16)
+    stream = torch.randn(2, 3, 64, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y, h = module(branch, stream)
+    assert (y.dtype, h.dtype) == (torch.bfloat16, torch.float32)
+    y, h = module(branch, stream.bfloat16())
+    assert (y.dtype, h.dtype) == (torch.float32, torch.bfloat16)
+    assert module(branch).dtype == torch.float32
+
+
+def test_module_refuses_an_empty_dimension():
+    with pytest.raises(ValueError, match="dim must be at least 1, but it is 0"):
+        RMSNorm(0)
