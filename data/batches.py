@@ -1,10 +1,10 @@
 """Which tokens are in which batch: pure functions of the tokens, the seed and the step."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 
 class ShuffledBlocks:
@@ -54,24 +54,26 @@ class OrderedBlocks:
 
 
 def stack(blocks: ShuffledBlocks | OrderedBlocks, indices: range) -> torch.Tensor:
-    """The blocks of these indices as one int64 tensor, (len(indices), context + 1)."""
-    return torch.from_numpy(np.stack([blocks[i] for i in indices]).astype(np.int64))
+    """The blocks of these indices as one int64 tensor, (len(indices), context + 1).
+
+    In pinned memory where there is a GPU: copying from other memory makes the host wait for all
+    that the GPU still has to do.
+    """
+    batch = torch.from_numpy(np.stack([blocks[i] for i in indices]).astype(np.int64))
+    return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-class TrainBatches(IterableDataset):
+class TrainBatches:
     """Endless batches from micro-step `first_step()` on, which is asked when iteration begins."""
 
     def __init__(self, batch: Callable[[int], torch.Tensor], first_step: Callable[[], int]) -> None:
         self.batch, self.first_step = batch, first_step
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        step = self.first_step()
-        while True:
-            yield self.batch(step)
-            step += 1
+        return map(self.batch, itertools.count(self.first_step()))
 
 
-class ValidationBatches(IterableDataset):
+class ValidationBatches:
     """The same batches every time: a rank's share of the first blocks, in order.
 
     Of the first `batches` * `batch_size` * `world_size` blocks, or of all if there are fewer, rank

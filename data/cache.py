@@ -21,7 +21,7 @@ import numpy as np
 import tiktoken
 
 from .errors import DataError
-from .sources import HubDataset, LocalFiles
+from .sources import Source
 from .tokenizer import tokenizer_fingerprint
 
 # Raise it when the same text and tokenizer would give other token files than before.
@@ -45,7 +45,7 @@ def default_cache_dir() -> Path:
 
 
 def prepare_tokens(
-    source: LocalFiles | HubDataset,
+    source: Source,
     encoding: tiktoken.Encoding,
     cache_dir: Path,
     text_column: str | None = None,
@@ -69,11 +69,13 @@ def prepare_tokens(
     key = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()[:20]
     final = cache_dir / f"{encoding.name}-{key}"
     try:
+        if cached := _open(final):
+            return cached
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _lock(cache_dir / f"{final.name}.lock"):
-            if (cached := _open(final)) is None:
+            if not _open(final):
                 _build(final, meta, source, encoding, num_proc)
-                cached = _open(final)
+            cached = _open(final)
     except OSError as error:
         raise DataError(f"Cannot keep tokens in {cache_dir}: {error}.") from error
     assert cached is not None, f"{final} is unreadable just after it was written"
@@ -118,13 +120,13 @@ def _open(folder: Path) -> TokenCache | None:
 def _build(
     final: Path,
     meta: dict,
-    source: LocalFiles | HubDataset,
+    source: Source,
     encoding: tiktoken.Encoding,
     num_proc: int | None,
 ) -> None:
     """Writes the cache folder `final`; the caller holds its lock."""
     dtype = np.dtype("uint16" if encoding.n_vocab <= 2**16 else "uint32")
-    needed = 0
+    needed = None
     try:
         with _partial_folder(final) as partial:
             scratch = partial / "scratch"
@@ -140,18 +142,18 @@ def _build(
                 split: _write(partial / f"{split}.bin", arrays)
                 for split, arrays in _with_validation(tokenised).items()
             }
-            if not all(tokens.values()):
-                raise DataError("There is no text in the data: every document is empty.")
+            if without := [split for split, count in tokens.items() if count == 0]:
+                raise DataError(f"No text in the {without[0]} split: all its documents are empty.")
             shutil.rmtree(scratch)
             meta = meta | {"dtype": dtype.name, "tokens": tokens}
             _write(partial / "meta.json", [json.dumps(meta, indent=2).encode()])
             os.replace(partial, final)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno != errno.ENOSPC or needed is None:
             raise
         free = shutil.disk_usage(final.parent).free
         raise DataError(
-            f"No space left in {final.parent}: the tokens need up to {needed or free:,} bytes "
+            f"No space left in {final.parent}: the tokens need up to {needed:,} bytes "
             f"and {free:,} are free. Free some, or choose another folder with cache_dir."
         ) from error
 

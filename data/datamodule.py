@@ -5,7 +5,6 @@ from pathlib import Path
 import lightning
 import tiktoken
 import torch
-from torch.utils.data import DataLoader
 
 from .batches import OrderedBlocks, ShuffledBlocks, TrainBatches, ValidationBatches, stack
 from .cache import TokenCache, default_cache_dir, prepare_tokens
@@ -17,12 +16,15 @@ from .tokenizer import load_tokenizer
 class TextDataModule(lightning.LightningDataModule):
     """Batches of int64 token ids, (batch_size, context + 1), from a text source.
 
-    Inputs are `batch[:, :-1]`, targets `batch[:, 1:]`. Training batches never end, so the trainer
-    needs `max_steps`. The batch of micro-step k (a micro-step is one batch a rank; a step of the
-    optimizer takes `accumulate_grad_batches` of them) is a pure function of the data, `seed`, k,
-    the rank and the number of ranks: validation runs, checkpoints and restarts do not change it.
-    Ranks share out consecutive blocks, so the blocks of a micro-step over all ranks depend on
-    `batch_size` times the number of ranks only.
+    Inputs are `batch[:, :-1]`, targets `batch[:, 1:]`. A batch is copied straight out of a memory
+    map, so there are no workers and no DataLoader. Training batches never end: the trainer needs
+    `max_steps`, and an integer `val_check_interval` with `check_val_every_n_epoch=None`.
+
+    The batch of micro-step k (one batch a rank; `accumulate_grad_batches` of them make a step of
+    the optimizer) is a pure function of the data, `seed`, k, the rank and the number of ranks:
+    validation runs, checkpoints and restarts do not change it. Ranks share out consecutive blocks,
+    so all ranks together see the same data for any number of ranks if `batch_size` times that
+    number stays the same.
 
     Args:
         source: the text: kjv, tinystories, wikitext-103, fineweb-edu, or the path of a .txt,
@@ -116,35 +118,33 @@ class TextDataModule(lightning.LightningDataModule):
         first = (step * world_size + rank) * self.batch_size
         return stack(self._train_blocks, range(first, first + self.batch_size))
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> TrainBatches:
         """Endless training batches, from the first that this training has not yet processed."""
         rank, world_size = self._place()
-        batches = TrainBatches(
-            lambda step: self.train_batch(step, rank, world_size), self._steps_done
+        return TrainBatches(
+            lambda step: self.train_batch(step, rank, world_size), self._steps_processed
         )
-        return DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available())
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> ValidationBatches:
         """The validation batches, the same every time."""
         rank, world_size = self._place()
-        batches = ValidationBatches(
-            self._val_blocks, self.val_batches, self.batch_size, rank, world_size
-        )
-        if len(batches) == 0:
+        if len(self._val_blocks) < world_size:
             raise DataError(
                 f"The validation split has {len(self._val_blocks)} blocks of {self.context} "
                 f"tokens, fewer than the {world_size} ranks."
             )
-        return DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available())
+        return ValidationBatches(
+            self._val_blocks, self.val_batches, self.batch_size, rank, world_size
+        )
 
     def _place(self) -> tuple[int, int]:
         """This rank and the number of ranks."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
-    def _steps_done(self) -> int:
-        """Micro-steps behind us. Lightning counts them and keeps the count in checkpoints.
+    def _steps_processed(self) -> int:
+        """Micro-steps behind us, which Lightning counts and keeps in its checkpoints.
 
-        The number processed, not fetched: Lightning fetches a batch ahead.
+        Those processed, not those fetched: Lightning fetches a batch ahead.
         """
         if self.trainer is None:
             return 0

