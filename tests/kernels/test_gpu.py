@@ -13,6 +13,11 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 NORMS = ["eager", "compiled", pytest.param("triton", marks=needs_gpu)]
 
 
+def assert_same_but_for_order(a, b):
+    """Equal up to the order of float32 sums: a few dozen epsilons of the whole."""
+    assert torch.linalg.vector_norm(a - b) <= 64 * torch.finfo(a.dtype).eps * b.norm()
+
+
 @pytest.mark.parametrize("name", NORMS)
 def test_compiles_as_one_graph_and_once_for_all_batch_sizes(name, device):
     norm = load_norm(name)
@@ -33,14 +38,14 @@ def test_compiles_as_one_graph_and_once_for_all_batch_sizes(name, device):
         got = block(*inputs)
         y, h = norm.add_rms_norm(*inputs)
         expected = norm.rms_norm(torch.nn.functional.gelu(y), inputs[2]) + h
-        torch.testing.assert_close(got, expected)
+        assert_same_but_for_order(got, expected)
         gradient = torch.randn_like(got)
         for a, b in zip(
             torch.autograd.grad(got, inputs, gradient),
             torch.autograd.grad(expected, inputs, gradient),
             strict=True,
         ):
-            torch.testing.assert_close(a, b)
+            assert_same_but_for_order(a, b)
         if i == 1:  # the second batch size makes the first dimension dynamic; after that, nothing
             compiled = compiles.frame_count
     assert compiles.frame_count == compiled
