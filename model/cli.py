@@ -1,0 +1,244 @@
+"""The command line of train.py: one parser for flags and YAML, and one list of what is wrong."""
+
+import argparse
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from data import SOURCES, TextDataModule
+from kernels import load_norm
+from model.files import newest_run
+from model.gpt import config_problems
+from model.lit import LitGPT
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TRAINER_DEFAULTS = {
+    "check_val_every_n_epoch": None,  # so that val_check_interval counts micro-batches
+    "default_root_dir": "runs",
+    "devices": 1,
+    "enable_model_summary": False,
+    "log_every_n_steps": 10,
+    "max_epochs": -1,
+    "num_sanity_val_steps": 0,
+}
+
+
+class UserError(Exception):
+    """Sentences, one an argument, that tell a user what to change."""
+
+
+def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
+    """Settings from the flags in `argv` over those of the config.
+
+    Without --config that is the resumed run's own with `--ckpt_path last`, else the default of
+    this machine. In what is returned, `name` and `trainer.precision` are filled in.
+
+    Raises:
+        UserError: if there is no run to resume.
+        SystemExit: with 2 for flags and keys that do not exist or values of a wrong type, with 0
+            after --help and --print_config.
+    """
+    first = _first_look(argv)
+    name, config = first.name, first.config
+    if config is None:
+        config = _default_config()
+        name = name or f"{config.stem}-{first.norm}"
+        if first.ckpt_path == "last":
+            config = last_run(Path(first.root), name) / "config.yaml"
+        argv = ["--config", str(config), *argv]
+    parser = build_parser()
+    settings = parser.parse_args(argv)
+    settings.name = name or settings.name or f"{Path(config).stem}-{settings.norm}"
+    if settings.trainer.precision is None:
+        settings.trainer.precision = _default_precision(settings.trainer.accelerator)
+    return parser, settings
+
+
+def _first_look(argv: list[str]) -> argparse.Namespace:
+    """The flags that decide which config is read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", "-c")
+    parser.add_argument("--norm", default="triton")
+    parser.add_argument("--name")
+    parser.add_argument("--ckpt_path")
+    parser.add_argument("--trainer.default_root_dir", dest="root", default="runs")
+    return parser.parse_known_args(argv)[0]
+
+
+def build_parser() -> ArgumentParser:
+    """The parser: LightningCLI's conventions, without a subcommand."""
+    parser = ArgumentParser(
+        prog="train.py",
+        description="Train a small GPT in which every RMSNorm is the one that --norm names.",
+    )
+    parser.add_argument(
+        "-c",
+        "--config",
+        action="config",
+        help="YAML file of settings, which flags after it override (default: configs/tiny.yaml, "
+        "or configs/small.yaml with a GPU).",
+    )
+    parser.add_argument(
+        "--norm",
+        type=str,
+        default="triton",
+        help="RMSNorm implementation: eager, compiled, triton, a peer that is installed (aten, "
+        "liger, quack) or package.module:name.",
+    )
+    parser.add_argument(
+        "--name",
+        type=str | None,
+        help="Name of the run's directory, which gets -2, -3, ... appended if it exists "
+        "(default: config and norm, such as tiny-triton).",
+    )
+    parser.add_argument(
+        "--ckpt_path",
+        type=str | None,
+        help="Checkpoint to go on from: a path, for a new run, or the word last, to continue the "
+        "newest run of this name in its own directory.",
+    )
+    parser.add_argument(
+        "--seed_everything",
+        type=int,
+        default=1337,
+        help="Seed of the weights; the order of the data has its own, data.seed.",
+    )
+    parser.add_class_arguments(
+        LitGPT, "model", skip={"context", "vocab_size", "norm"}, instantiate=False
+    )
+    parser.add_class_arguments(TextDataModule, "data", instantiate=False)
+    parser.add_class_arguments(
+        Trainer, "trainer", instantiate=False, fail_untyped=False, sub_configs=True
+    )
+    parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
+    return parser
+
+
+def _default_config() -> Path:
+    if torch.cuda.is_available():
+        return CONFIGS / "small.yaml"
+    print("No GPU: training configs/tiny.yaml (with a GPU: configs/small.yaml).")
+    return CONFIGS / "tiny.yaml"
+
+
+def _default_precision(accelerator: Any) -> str:
+    """bfloat16 on GPUs that compute in it, scaled float16 on older ones, float32 on a CPU."""
+    if accelerator == "cpu" or not torch.cuda.is_available():
+        return "32-true"
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if bfloat16 else "16-mixed"
+
+
+def last_run(root: Path, name: str) -> Path:
+    """Directory of the newest run called `name`, which has to have a checkpoint."""
+    run = newest_run(root, name)
+    if run is None:
+        raise UserError(f"There is no run {root / name} to resume.")
+    if not (run / "last.ckpt").exists():
+        raise UserError(
+            f"{run}, the newest run of this name, has no checkpoint yet; name one by its path "
+            f"with --ckpt_path."
+        )
+    return run
+
+
+def checked_data(settings: Namespace) -> TextDataModule:
+    """The data, prepared and ready, once everything that a user can get wrong has been looked at.
+
+    Args:
+        settings: What `parse` returned, its trainer's classes instantiated.
+
+    Raises:
+        UserError: with a sentence for every mistake in norm, model, data, precision and trainer.
+    """
+    problems = _norm_problems(settings.norm) + _trainer_problems(settings)
+    data, vocab_size = None, 1  # any size will do where the real one cannot be had
+    try:
+        data = TextDataModule(**settings.data)
+        vocab_size = data.vocab_size
+    except ValueError as error:
+        problems += str(error).splitlines()
+    problems += config_problems(
+        **settings.model, context=settings.data.context, vocab_size=vocab_size
+    )
+    # To fetch and read a named source takes long and there is nothing wrong with it.
+    if data is not None and (not problems or settings.data.source not in SOURCES):
+        try:
+            data.prepare_data()
+            data.setup("fit")
+        except ValueError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise UserError(*problems)
+    return data
+
+
+def _norm_problems(norm: str) -> list[str]:
+    try:
+        load_norm(norm)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _trainer_problems(settings: Namespace) -> list[str]:
+    trainer, problems = settings.trainer, []
+    try:
+        Trainer(**{**trainer, "logger": False, "enable_checkpointing": False})
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        problems.append(str(error))
+    if trainer.max_steps < 1:
+        problems.append(
+            "trainer.max_steps has to be at least 1: training data never ends and the learning "
+            "rate's schedule needs to know its last step."
+        )
+    if trainer.gradient_clip_val is not None:
+        problems.append(
+            "trainer.gradient_clip_val does not work with the fused optimizer: "
+            "use model.grad_clip, which is 1.0 by default."
+        )
+    if settings.model.stream_dtype == "bfloat16" and "bf16" not in str(trainer.precision):
+        problems.append(
+            f"model.stream_dtype is bfloat16 and trainer.precision {trainer.precision}: set "
+            f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
+        )
+    return problems
+
+
+def read_checkpoint(path: Path, model: LitGPT) -> int:
+    """Number of steps that the checkpoint at `path` was trained for, if it fits `model`.
+
+    Raises:
+        UserError: if it is no checkpoint of this project or holds a model of another shape.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no checkpoint {path}.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        step, weights = checkpoint["global_step"], checkpoint["state_dict"]
+    except (
+        RuntimeError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        KeyError,
+        TypeError,
+        EOFError,
+    ):
+        raise UserError(f"{path} is not a checkpoint of train.py.") from None
+    saved, asked = checkpoint.get("hyper_parameters", {}), model.hparams
+    if problems := [
+        f"{path} has {key} {saved[key]}, but {asked[key]} is asked for."
+        for key in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "qk_norm")
+        if key in saved and saved[key] != asked[key]
+    ]:
+        raise UserError(*problems)
+    shapes = {key: weight.shape for key, weight in model.state_dict().items()}
+    if shapes != {key: weight.shape for key, weight in weights.items()}:
+        raise UserError(f"The weights in {path} are not those of this model.")
+    return step

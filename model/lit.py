@@ -1,0 +1,154 @@
+"""The GPT as a LightningModule: its loss, its optimizer and its validation metrics."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from lightning import LightningModule
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from model.gpt import GPT, GPTConfig
+
+
+class LitGPT(LightningModule):
+    """A GPT with the hyper-parameters of its training.
+
+    Args:
+        n_layer: Number of transformer blocks.
+        n_head: Number of attention heads; has to divide n_embd into an even head dimension.
+        n_embd: Width of the residual stream.
+        context: Longest sequence that the model reads, in tokens.
+        vocab_size: Number of token ids of the tokenizer.
+        norm: RMSNorm implementation, a name in kernels.NORMS or package.module:name.
+        norm_eps: Epsilon inside the norm's square root.
+        qk_norm: Whether queries and keys are normalised per head, by the same norm.
+        stream_dtype: Dtype of the residual stream, float32 or (for a bf16 precision) bfloat16.
+        lr: Learning rate after the warm-up, at its highest.
+        min_lr_ratio: Learning rate of the last step as a fraction of lr.
+        warmup_steps: Steps over which the learning rate rises linearly from zero to lr.
+        weight_decay: AdamW's weight decay, applied to matrices and not to norm weights.
+        betas: AdamW's decay rates of the first and the second moment.
+        grad_clip: Largest norm of the whole gradient, longer ones are scaled down; 0 turns it off.
+        compile: Whether the whole model runs through torch.compile.
+
+    Raises:
+        ValueError: naming everything that is wrong with the model's shape, one sentence a line.
+    """
+
+    def __init__(
+        self,
+        n_layer: int = 6,
+        n_head: int = 6,
+        n_embd: int = 384,
+        context: int = 256,
+        vocab_size: int = 50257,
+        norm: str = "triton",
+        norm_eps: float = 1e-6,
+        qk_norm: bool = False,
+        stream_dtype: str = "float32",
+        lr: float = 1e-3,
+        min_lr_ratio: float = 0.1,
+        warmup_steps: int = 100,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        grad_clip: float = 1.0,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.gpt = GPT(
+            GPTConfig(
+                n_layer=n_layer,
+                n_head=n_head,
+                n_embd=n_embd,
+                context=context,
+                vocab_size=vocab_size,
+                norm=norm,
+                norm_eps=norm_eps,
+                qk_norm=qk_norm,
+                stream_dtype=stream_dtype,
+            )
+        )
+        if compile:
+            self.gpt.compile()  # in place: the checkpoint's names stay as they are
+        self.val_loss = MeanMetric()
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of a batch, int64 (B, context + 1)."""
+        return self.gpt(batch[:, :-1], batch[:, 1:])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.val_loss.update(self.loss(batch), weight=batch[:, 1:].numel())
+
+    def on_validation_epoch_end(self) -> None:
+        loss = self.val_loss.compute()
+        self.val_loss.reset()
+        self.log("val_loss", loss, logger=False)
+        self.log("val_perplexity", loss.exp(), logger=False)
+
+    def optimizer(self) -> AdamW:
+        """AdamW over two groups: matrices, which decay, and everything else, which does not.
+
+        The fused implementation where all parameters are on a GPU.
+        """
+        matrices = [p for p in self.gpt.parameters() if p.dim() == 2]
+        others = [p for p in self.gpt.parameters() if p.dim() != 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.hparams.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        fused = all(p.is_cuda for p in self.gpt.parameters())
+        return AdamW(groups, lr=self.hparams.lr, betas=self.hparams.betas, fused=fused)
+
+    def configure_optimizers(self) -> dict:
+        optimizer = self.optimizer()
+        schedule = LambdaLR(
+            optimizer,
+            lambda step: lr_factor(
+                step, self.hparams.warmup_steps, self.trainer.max_steps, self.hparams.min_lr_ratio
+            ),
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Clip the gradient.
+
+        Here and not through `Trainer(gradient_clip_val=...)`, which refuses fused optimizers under
+        mixed precision (Lightning issue 21435). They may be clipped once their gradients are
+        unscaled: with bfloat16 they were never scaled, and GradScaler, asked to unscale before the
+        step, no longer has the optimizer do it. For other optimizers Lightning has done so by now.
+        """
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)
+        self.grad_norm = clip_gradients(self.gpt.parameters(), self.hparams.grad_clip)
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients down in place to a total L2 norm of at most `max_norm`, if above 0.
+
+    Returns the norm before clipping, a scalar that stays on its device: nothing waits for it.
+    """
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+
+
+def lr_factor(step: int, warmup_steps: int, max_steps: int, min_ratio: float) -> float:
+    """What multiplies the learning rate in step 0, 1, ...: linear warm-up, then half a cosine.
+
+    Rises to 1 in step warmup_steps - 1 and falls to min_ratio in the last step, max_steps - 1.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = (step - warmup_steps + 1) / max(1, max_steps - warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return min_ratio + (1 - min_ratio) * cosine

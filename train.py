@@ -1,0 +1,197 @@
+"""Train a GPT on text: read the settings, build, fit, summarise. See `python train.py --help`."""
+
+import kernels  # isort: skip  # first of all, since it decides about Triton's interpreter
+
+import errno
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from jsonargparse import ArgumentParser, Namespace
+from lightning import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+
+from data import TextDataModule
+from model import LitGPT
+from model.callbacks import (
+    AtomicCheckpointIO,
+    EventsFile,
+    LastCheckpoint,
+    LiveProgress,
+    MetricsFile,
+    Recorder,
+    Sampler,
+    Stopper,
+)
+from model.cli import UserError, checked_data, last_run, parse, read_checkpoint
+from model.environment import environment
+from model.files import create_run, replacing
+from model.mfu import flops_per_token, peak_flops
+from model.summary import NO_FINDING, figures, plot_loss, table, write_json
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    quieten()
+    try:
+        parser, settings = parse(sys.argv[1:] if argv is None else argv)
+        return train(parser, settings)
+    except UserError as error:
+        print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
+        return BAD_INPUT
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error}. What was saved before is whole.", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def train(parser: ArgumentParser, settings: Namespace) -> int:
+    ready = parser.instantiate(settings)  # callbacks, loggers, ... that a config names
+    data = checked_data(ready)
+    seed_everything(settings.seed_everything, verbose=False)
+    model = LitGPT(
+        **settings.model, context=data.context, vocab_size=data.vocab_size, norm=settings.norm
+    )
+    run, checkpoint, resume_step = place(settings, model)
+    save_config(parser, settings, run)
+    recorder, stopper, sampler = Recorder(), Stopper(), Sampler(data.tokenizer)
+    metrics = MetricsFile(run / "metrics.csv", resume_step)
+    trainer = build_trainer(
+        ready.trainer,
+        run,
+        loggers=[metrics, EventsFile(run, resume_step)],
+        callbacks=[recorder, stopper, sampler],
+    )
+    try:
+        trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+    except SystemExit:  # Lightning's answer to a Ctrl-C that could not wait
+        if not stopper.interrupted:
+            raise
+    summarise(settings, run, trainer, model, recorder, metrics, sampler)
+    return INTERRUPTED if stopper.interrupted else 0
+
+
+def place(settings: Namespace, model: LitGPT) -> tuple[Path, Path | None, int | None]:
+    """The run's directory, the checkpoint to start from if any, and the step it was saved at."""
+    root = Path(settings.trainer.default_root_dir)
+    resume = settings.ckpt_path == "last"
+    if resume:
+        run = last_run(root, settings.name)
+        checkpoint = run / "last.ckpt"
+    else:
+        checkpoint = Path(settings.ckpt_path) if settings.ckpt_path else None
+    step = read_checkpoint(checkpoint, model) if checkpoint else None
+    if step is not None and step >= settings.trainer.max_steps:
+        raise UserError(
+            f"{checkpoint} has been trained for {step} steps already: "
+            f"--trainer.max_steps has to be larger."
+        )
+    if not resume:
+        # The other ranks write nothing, so that they need not know which number the run got.
+        run = create_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
+    return run, checkpoint, step
+
+
+@rank_zero_only
+def save_config(parser: ArgumentParser, settings: Namespace, run: Path) -> None:
+    """Write the settings in full as config.yaml, from which the same run can be started again."""
+    resolved = settings.clone()
+    resolved.ckpt_path = resolved.config = None
+    with replacing(run / "config.yaml") as temporary:
+        temporary.write_text(parser.dump(resolved, skip_unset=False))
+
+
+def build_trainer(options: Namespace, run: Path, loggers: list, callbacks: list) -> Trainer:
+    """The Trainer that `options` describe, with what every run has added to it."""
+    recorder = callbacks[0]
+    if options.enable_progress_bar is not False:
+        callbacks = [*callbacks, LiveProgress(recorder)]
+    if options.enable_checkpointing is not False:
+        best = ModelCheckpoint(
+            run, filename="best", monitor="val_loss", enable_version_counter=False
+        )
+        callbacks = [*callbacks, best, LastCheckpoint(run / "last.ckpt")]
+    return Trainer(
+        **{
+            **options,
+            "logger": [*loggers, *as_list(options.logger)],
+            "callbacks": [*callbacks, *as_list(options.callbacks)],
+            "plugins": [AtomicCheckpointIO(), *as_list(options.plugins)],
+        }
+    )
+
+
+def as_list(option) -> list:
+    """A Trainer option that may be one, several or none (None, or a bool) as a list."""
+    if option is None or isinstance(option, bool):
+        return []
+    return list(option) if isinstance(option, list | tuple) else [option]
+
+
+@rank_zero_only
+def summarise(
+    settings: Namespace,
+    run: Path,
+    trainer: Trainer,
+    model: LitGPT,
+    recorder: Recorder,
+    metrics: MetricsFile,
+    sampler: Sampler,
+) -> None:
+    """Print the table and the sample; write summary.json and loss.png."""
+    about = environment()
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    gpu = about["gpu"] if on_gpu else None
+    summary = {
+        "name": run.name,
+        "norm": settings.norm,
+        "precision": settings.trainer.precision,
+        "stream_dtype": settings.model.stream_dtype,
+        "compile": settings.model.compile,
+        "parameters": sum(p.numel() for p in model.gpt.parameters()),
+        **figures(
+            metrics.rows,
+            recorder.step_ms,
+            recorder.tokens_per_step,
+            flops_per_token(model.gpt),
+            peak_flops(gpu, settings.trainer.precision),
+            trainer.world_size,
+            recorder.memory,
+        ),
+        "note": None if on_gpu else NO_FINDING,
+        "sample": sampler.text,
+        "environment": about,
+        "step_ms_samples": recorder.step_ms,
+    }
+    write_json(summary, run / "summary.json")
+    plot_loss(metrics.rows, run / "loss.png", f"{run.name}: norm {settings.norm}")
+    console = Console()
+    console.print(table(summary))
+    if summary["note"]:
+        print(summary["note"])
+    if sampler.text:
+        print(f"\nSample:\n{sampler.text}\n")
+    print(f"Written to {run}/")
+
+
+def quieten() -> None:
+    """Hold back what Lightning says about choices that are made here on purpose."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*exists and is not empty.*",  # a run's directory has its config.yaml
+        ".*The dirpath has changed.*",  # a checkpoint of another run
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
