@@ -91,9 +91,16 @@ def backward_launch(n: int, itemsize: int, bytes_per_feature: int, shared_memory
         rows = max(1, min(1024 if n <= 256 else 2048, 8192 * 4 // itemsize) // columns)
         warps = min(max(rows * columns // 1024, 4), 8)
         programs_per_sm, stages = (4, 3) if rows * columns <= 2048 else (1, 3)
-    tile = rows * columns * bytes_per_feature
-    room = shared_memory // programs_per_sm - 4096
-    return Launch(rows, columns, warps, programs_per_sm, max(1, min(stages, room // tile)))
+    prefetched = (shared_memory // programs_per_sm - 4096) // (rows * columns * bytes_per_feature)
+    return Launch(rows, columns, warps, programs_per_sm, min(stages, prefetched + 1))
+
+
+@functools.cache
+def reduce_launch(n: int) -> Launch:
+    """Launch of the kernel that adds the programs' partial sums of dw."""
+    if INTERPRETED:
+        return Launch(64, min(_power_of_two(n), INTERPRETED_TILE // 64), warps=4)
+    return Launch(64, 8, warps=4)
 
 
 def _power_of_two(n: int) -> int:

@@ -10,6 +10,7 @@ the stream, is added to dx; the sum is the gradient of x and of residual.
 """
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,10 +22,14 @@ from triton.language.standard import _sum_combine
 
 from kernels import interpreter
 from kernels.arguments import check_arguments, compute_dtype
-from kernels.launches import backward_launch, forward_launch, gpu
+from kernels.launcher import launch
+from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
 from kernels.registry import Norm
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
+
+# One compiled kernel serves every batch size and every stride.
+_INTEGERS = ["n_rows", "size1", "size2", "stride0", "stride1", "stride2"]
 
 
 def rms_norm(
@@ -170,14 +175,36 @@ def _compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
-def _rows_in_place(x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, int, int]]:
-    """x, and its rows counted over up to three dimensions: the inner two sizes, three strides.
+@dataclass(frozen=True)
+class _Rows:
+    """Where rows start: counted over up to three dimensions of two known inner sizes.
 
-    Neighbouring dimensions merge where their strides allow. x is copied only if its features are
-    not next to each other in memory, or its rows need more dimensions than three.
+    Strides count in units of so many elements; unit 0 means that the rows are contiguous.
+    """
+
+    size1: int
+    size2: int
+    stride0: int
+    stride1: int
+    stride2: int
+    unit: int
+
+    @property
+    def args(self) -> tuple[int, ...]:
+        return self.size1, self.size2, self.stride0, self.stride1, self.stride2
+
+
+_CONTIGUOUS = _Rows(1, 1, 0, 0, 0, unit=0)
+
+
+def _rows_in_place(x: Tensor) -> tuple[Tensor, _Rows]:
+    """x and where its rows start. Neighbouring dimensions merge where their strides allow.
+
+    x is copied only if its features are not next to each other in memory, or if its rows need
+    more dimensions than three.
     """
     if x.is_contiguous():
-        return x, (1, 1), (0, 0, 0)
+        return x, _CONTIGUOUS
     dims: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if dims and dims[-1][1] == size * stride:
@@ -185,51 +212,48 @@ def _rows_in_place(x: Tensor) -> tuple[Tensor, tuple[int, int], tuple[int, int, 
         elif size != 1:
             dims.append((size, stride))
     if len(dims) > 3 or (x.stride(-1) != 1 and x.shape[-1] > 1):
-        return x.contiguous(), (1, 1), (0, 0, 0)
+        return x.contiguous(), _CONTIGUOUS
     (_, stride0), (size1, stride1), (size2, stride2) = [(1, 0)] * (3 - len(dims)) + dims
-    return x, (size1, size2), (stride0, stride1, stride2)
+    unit = 16 if all(stride % 16 == 0 for _, stride in dims) else 1
+    return x, _Rows(size1, size2, stride0 // unit, stride1 // unit, stride2 // unit, unit)
 
 
 def _forward(x, residual, weight, eps, out_dtype, save_rstd):
     """y, what was normalised (x, or the rounded x + residual) and rstd (rows,)."""
-    x, sizes, strides = _rows_in_place(x)
+    x, layout = _rows_in_place(x)
     compute = compute_dtype(x, residual, weight)
     n = x.shape[-1]
     rows = x.numel() // n
     y = x.new_empty(x.shape, dtype=out_dtype)
-    h = x
+    stream = None
     if residual is not None:
         residual = residual.contiguous()
-        h = x.new_empty(x.shape, dtype=residual.dtype)
+        stream = x.new_empty(x.shape, dtype=residual.dtype)
     rstd = x.new_empty(rows, dtype=compute) if save_rstd else None
     if rows:
-        launch = forward_launch(n, compute.itemsize)
+        tile = forward_launch(n, compute.itemsize)
         with _on(x.device):
-            _forward_kernel[(triton.cdiv(rows, launch.rows),)](
-                x,
-                residual,
-                weight,
-                y,
-                h if residual is not None else None,
-                rstd,
-                rows,
-                *sizes,
-                *strides,
-                N=n,
-                EPS=float(eps),
-                CONTIGUOUS=x.is_contiguous(),
-                HAS_RESIDUAL=residual is not None,
-                HAS_WEIGHT=weight is not None,
-                SAVE_RSTD=save_rstd,
-                FLOAT64=compute == torch.float64,
-                ROWS=launch.rows,
-                COLUMNS=launch.columns,
-                num_warps=launch.warps,
+            launch(
+                _forward_kernel,
+                (triton.cdiv(rows, tile.rows), 1, 1),
+                (x, residual, weight, y, stream, rstd, rows, *layout.args),
+                {
+                    "N": n,
+                    "EPS": float(eps),
+                    "STRIDE_UNIT": layout.unit,
+                    "HAS_RESIDUAL": residual is not None,
+                    "HAS_WEIGHT": weight is not None,
+                    "SAVE_RSTD": save_rstd,
+                    "FLOAT64": compute == torch.float64,
+                    "ROWS": tile.rows,
+                    "COLUMNS": tile.columns,
+                },
+                {"num_warps": tile.warps},
             )
-    return y, h, rstd
+    return y, x if stream is None else stream, rstd
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=_INTEGERS)
 def _forward_kernel(
     x_ptr,
     residual_ptr,
@@ -245,7 +269,7 @@ def _forward_kernel(
     stride2,
     N: tl.constexpr,
     EPS: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     SAVE_RSTD: tl.constexpr,
@@ -256,7 +280,7 @@ def _forward_kernel(
     """A program normalises ROWS rows. A row longer than COLUMNS is read in blocks, twice."""
     COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-    x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, CONTIGUOUS)
+    x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
     column = tl.arange(0, COLUMNS)[None, :]
 
     squares = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
@@ -294,7 +318,7 @@ def _backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
     dw is summed in two stages: every program of a persistent grid keeps its own sum in registers
     and writes it as one row of `partial`; then `_reduce_kernel` adds those rows.
     """
-    h, sizes, strides = _rows_in_place(h)
+    h, layout = _rows_in_place(h)
     dy = dy.contiguous()
     dh = dh.contiguous() if dh is not None else None
     n = h.shape[-1]
@@ -308,67 +332,55 @@ def _backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
 
     properties = gpu(h.device)
     read = h.element_size() + dy.element_size() + (dh.element_size() if dh is not None else 0)
-    launch = backward_launch(n, rstd.element_size(), read, properties.shared_memory)
-    blocks = triton.cdiv(n, launch.columns)
-    wave = max(1, launch.programs_per_sm * properties.multiprocessors // blocks)
-    programs = min(wave, triton.cdiv(rows, launch.rows))
+    tile = backward_launch(n, rstd.element_size(), read, properties.shared_memory)
+    blocks = triton.cdiv(n, tile.columns)
+    wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
+    programs = min(wave, triton.cdiv(rows, tile.rows))
     partial = dw if programs == 1 else rstd.new_empty(programs, n) if need_dw else None
     dependent = need_dw and programs > 1 and properties.dependent_launch and not _compiling()
     constants = {
         "N": n,
-        "CONTIGUOUS": h.is_contiguous(),
+        "STRIDE_UNIT": layout.unit,
         "HAS_WEIGHT": weight is not None,
         "FLOAT64": rstd.dtype == torch.float64,
-        "COLUMNS": launch.columns,
-        "num_warps": launch.warps,
+        "COLUMNS": tile.columns,
     }
+    options = {"num_warps": tile.warps}
     with _on(h.device):
         projection = None
         if blocks > 1 and dx is not None:
             projection = torch.empty_like(rstd)
-            _projection_kernel[(rows,)](
-                dy, h, weight, rstd, projection, *sizes, *strides, **constants
-            )
-        _backward_kernel[(programs, blocks)](
-            dy,
-            dh,
-            h,
-            weight,
-            rstd,
-            projection,
-            dx,
-            dr,
-            partial,
-            rows,
-            *sizes,
-            *strides,
-            HAS_DH=dh is not None,
-            WRITE_DX=dx is not None,
-            WRITE_DR=dr is not None,
-            WRITE_DW=need_dw,
-            ROWS=launch.rows,
-            STAGES=launch.stages,
-            DEPENDENT=dependent,
-            **constants,
+            args = (dy, h, weight, rstd, projection, *layout.args)
+            launch(_projection_kernel, (rows, 1, 1), args, constants, options)
+        launch(
+            _backward_kernel,
+            (programs, blocks, 1),
+            (dy, dh, h, weight, rstd, projection, dx, dr, partial, rows, *layout.args),
+            constants
+            | {
+                "HAS_DH": dh is not None,
+                "WRITE_DX": dx is not None,
+                "WRITE_DR": dr is not None,
+                "WRITE_DW": need_dw,
+                "ROWS": tile.rows,
+                "STAGES": tile.stages,
+                "DEPENDENT": dependent,
+            },
+            options,
         )
         if need_dw and programs > 1:
-            columns = 8 if not interpreter.INTERPRETED else launch.columns
-            pdl = {"launch_pdl": True} if dependent else {}
-            _reduce_kernel[(triton.cdiv(n, columns),)](
-                partial,
-                dw,
-                programs,
-                N=n,
-                ROWS=64,
-                COLUMNS=columns,
-                DEPENDENT=dependent,
-                num_warps=4,
-                **pdl,
+            reduce = reduce_launch(n)
+            launch(
+                _reduce_kernel,
+                (triton.cdiv(n, reduce.columns), 1, 1),
+                (partial, dw, programs),
+                {"N": n, "ROWS": reduce.rows, "COLUMNS": reduce.columns, "DEPENDENT": dependent},
+                {"num_warps": reduce.warps} | ({"launch_pdl": True} if dependent else {}),
             )
     return dx, dr, dw
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=_INTEGERS)
 def _backward_kernel(
     dy_ptr,
     dh_ptr,
@@ -386,15 +398,15 @@ def _backward_kernel(
     stride1,
     stride2,
     N: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    FLOAT64: tl.constexpr,
+    COLUMNS: tl.constexpr,
     HAS_DH: tl.constexpr,
     WRITE_DX: tl.constexpr,
     WRITE_DR: tl.constexpr,
     WRITE_DW: tl.constexpr,
-    FLOAT64: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -413,7 +425,7 @@ def _backward_kernel(
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < n_rows) & (column < N)
-        h_row = _row_offset(row, size1, size2, stride0, stride1, stride2, N, CONTIGUOUS)
+        h_row = _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
         h = tl.load(h_ptr + h_row + column, mask=inside, other=0.0).to(COMPUTE)
         dy = tl.load(dy_ptr + row * N + column, mask=inside, other=0.0).to(COMPUTE)
         rstd = tl.load(rstd_ptr + row, mask=row < n_rows, other=0.0)
@@ -442,7 +454,7 @@ def _backward_kernel(
         tl.store(partial_ptr + program.to(tl.int64) * N + column, dw, mask=column < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_INTEGERS)
 def _projection_kernel(
     dy_ptr,
     h_ptr,
@@ -455,7 +467,7 @@ def _projection_kernel(
     stride1,
     stride2,
     N: tl.constexpr,
-    CONTIGUOUS: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     FLOAT64: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -463,7 +475,7 @@ def _projection_kernel(
     """mean(g * x_hat) of one row that is too long for one tile of the backward kernel."""
     COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
     row = tl.program_id(0).to(tl.int64)
-    h_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, CONTIGUOUS)
+    h_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
     products = tl.full([1, COLUMNS], 0.0, COMPUTE)
     for start in tl.range(0, N, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
@@ -501,13 +513,16 @@ def _reduce_kernel(
 
 
 @triton.jit
-def _row_offset(row, size1, size2, stride0, stride1, stride2, N: tl.constexpr, CONTIGUOUS):
-    """Where a row starts, in elements: rows are counted over up to three strided dimensions."""
-    if CONTIGUOUS:
+def _row_offset(
+    row, size1, size2, stride0, stride1, stride2, N: tl.constexpr, STRIDE_UNIT: tl.constexpr
+):
+    """Where a row starts, in elements. A constant unit tells Triton how strides are aligned."""
+    if STRIDE_UNIT == 0:
         return row * N
     else:
         outer = row // size2
-        return outer // size1 * stride0 + outer % size1 * stride1 + row % size2 * stride2
+        start = outer // size1 * stride0 + outer % size1 * stride1 + row % size2 * stride2
+        return start * STRIDE_UNIT
 
 
 @triton.jit
