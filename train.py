@@ -1,7 +1,5 @@
 """Train a GPT on text: read the settings, build, fit, summarise. See `python train.py --help`."""
 
-import kernels  # isort: skip  # first of all, since it decides about Triton's interpreter
-
 import errno
 import logging
 import sys
@@ -14,7 +12,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
-from data import TextDataModule
 from model import LitGPT
 from model.callbacks import (
     AtomicCheckpointIO,
@@ -189,6 +186,7 @@ def quieten() -> None:
         ".*does not have many workers.*",
         ".*exists and is not empty.*",  # a run's directory has its config.yaml
         ".*The dirpath has changed.*",  # a checkpoint of another run
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning's own use of PyTorch
     ):
         warnings.filterwarnings("ignore", message)
 

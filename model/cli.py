@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -33,6 +33,15 @@ class UserError(Exception):
     """Sentences, one an argument, that tell a user what to change."""
 
 
+# For a Trainer that is built only to hear what is wrong with its other options.
+PLAIN = {
+    "callbacks": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "logger": False,
+}
+
+
 def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
     """Settings from the flags in `argv` over those of the config.
 
@@ -40,9 +49,9 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
     this machine. In what is returned, `name` and `trainer.precision` are filled in.
 
     Raises:
-        UserError: if there is no run to resume.
-        SystemExit: with 2 for flags and keys that do not exist or values of a wrong type, with 0
-            after --help and --print_config.
+        UserError: for flags and keys that do not exist, values of a wrong type, a config that
+            cannot be read, no run to resume; for an unknown norm as well, if it is not alone.
+        SystemExit: with 0, after --help and --print_config.
     """
     first = _first_look(argv)
     name, config = first.name, first.config
@@ -53,7 +62,11 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
             config = last_run(Path(first.root), name) / "config.yaml"
         argv = ["--config", str(config), *argv]
     parser = build_parser()
-    settings = parser.parse_args(argv)
+    try:
+        settings = parser.parse_args(argv)
+    except ArgumentError as error:
+        sentence = " ".join(str(error).split())
+        raise UserError(sentence, *_norm_problems(first.norm)) from None
     settings.name = name or settings.name or f"{Path(config).stem}-{settings.norm}"
     if settings.trainer.precision is None:
         settings.trainer.precision = _default_precision(settings.trainer.accelerator)
@@ -75,6 +88,9 @@ def build_parser() -> ArgumentParser:
     """The parser: LightningCLI's conventions, without a subcommand."""
     parser = ArgumentParser(
         prog="train.py",
+        usage="train.py [--norm NORM] [--config FILE] [--model.* ...] [--data.* ...] "
+        "[--trainer.* ...]",
+        exit_on_error=False,
         description="Train a small GPT in which every RMSNorm is the one that --norm names.",
     )
     parser.add_argument(
@@ -190,7 +206,7 @@ def _norm_problems(norm: str) -> list[str]:
 def _trainer_problems(settings: Namespace) -> list[str]:
     trainer, problems = settings.trainer, []
     try:
-        Trainer(**{**trainer, "logger": False, "enable_checkpointing": False})
+        Trainer(**{**trainer, **PLAIN})
     except (MisconfigurationException, ValueError, TypeError) as error:
         problems.append(str(error))
     if trainer.max_steps < 1:

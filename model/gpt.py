@@ -138,12 +138,10 @@ class GPT(nn.Module):
             Logits (B, T, padded vocabulary), or with targets the mean cross-entropy in nats, a
             float32 scalar (float64 in a float64 model).
         """
-        T = tokens.shape[1]
-        if T > self.config.context:
-            raise ValueError(
-                f"tokens has {T} positions; the model's context is {self.config.context}"
-            )
-        rotary = self.cos[:T], self.sin[:T]
+        length, context = tokens.shape[1], self.config.context
+        if length > context:
+            raise ValueError(f"tokens has {length} positions; the model's context is {context}")
+        rotary = self.cos[:length], self.sin[:length]
         branch, stream = None, self.embedding(tokens).to(self.stream_dtype)
         for block in self.blocks:
             branch, stream = block(branch, stream, rotary)

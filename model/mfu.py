@@ -60,5 +60,5 @@ def flops_per_token(gpt: GPT) -> int:
 
 
 def mfu(tokens_per_s: float, flops_per_token: int, peak_flops: float, n_gpus: int = 1) -> float:
-    """Fraction of the peak that training `tokens_per_s` tokens a second, all GPUs together, uses."""
+    """Fraction of the peak used by training `tokens_per_s` tokens a second on all GPUs together."""
     return tokens_per_s * flops_per_token / (n_gpus * peak_flops)

@@ -1,0 +1,306 @@
+"""train.py end to end: what a run leaves behind, resuming, Ctrl-C, and what bad input gets."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning import Callback
+
+import train
+from model.callbacks import read_metrics
+
+ROOT = Path(train.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """Settings of a model so small that a step takes milliseconds, on a text of its own."""
+    folder = tmp_path_factory.mktemp("config")
+    text = folder / "text.jsonl"
+    lines = (f"The {i}th line tells of {i * i} sheep and {i % 7} goats." for i in range(80))
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    settings = {
+        "norm": "eager",
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "warmup_steps": 2},
+        "data": {
+            "source": str(text),
+            "tokenizer": "bytes",
+            "context": 16,
+            "batch_size": 2,
+            "val_batches": 2,
+            "cache_dir": str(folder / "cache"),
+            "num_proc": 1,
+        },
+        "trainer": {
+            "max_steps": 12,
+            "val_check_interval": 4,
+            "log_every_n_steps": 1,
+            "accelerator": "cpu",
+        },
+    }
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    """Calls train.py in this process with that config and runs in tmp_path."""
+
+    def call(*flags: str) -> int:
+        root = ["--trainer.default_root_dir", str(tmp_path)]
+        return train.main(["--config", str(config), *root, *flags])
+
+    return call
+
+
+def losses(folder: Path, key: str = "loss") -> dict[int, float]:
+    rows = read_metrics(folder / "metrics.csv")
+    return {step: row[key] for step, row in rows.items() if key in row}
+
+
+class InterruptAfter(Callback):
+    """Presses Ctrl-C while step `step` is running, `times` times."""
+
+    def __init__(self, step: int, times: int = 1) -> None:
+        self.step, self.times = step, times
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == self.step - 1:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt(step: int, times: int = 1) -> list[str]:
+    arguments = {"step": step, "times": times}
+    callback = {"class_path": f"{__name__}.InterruptAfter", "init_args": arguments}
+    return ["--trainer.callbacks", json.dumps([callback])]
+
+
+def test_a_run_leaves_everything_that_is_promised(run, tmp_path, capsys):
+    assert run() == 0
+    folder = tmp_path / "small-eager"
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "best.ckpt",
+        "config.yaml",
+        "last.ckpt",
+        "loss.png",
+        "metrics.csv",
+        "summary.json",
+    }
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert not any(name.startswith(".") for name in names)  # nothing temporary
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert len(summary["step_ms_samples"]) == 12
+    assert summary["tokens_per_step"] == 2 * 16
+    assert summary["train_loss"] < summary["first_train_loss"]
+    assert summary["mfu"] is None
+    assert summary["environment"]["gpu"] == "n/a" or torch.cuda.is_available()
+    assert set(losses(folder)) == set(range(1, 13))
+    assert set(losses(folder, "val_loss")) == {4, 8, 12}
+    shown = capsys.readouterr().out
+    assert f"{summary['val_loss']:.4f}" in shown
+    assert "say nothing about the kernel" in shown
+
+
+def test_a_second_run_of_the_same_name_gets_a_directory_of_its_own(run, tmp_path):
+    assert run("--trainer.max_steps", "2") == 0
+    before = (tmp_path / "small-eager" / "summary.json").read_bytes()
+    assert run("--trainer.max_steps", "2") == 0
+    assert (tmp_path / "small-eager-2" / "summary.json").exists()
+    assert (tmp_path / "small-eager" / "summary.json").read_bytes() == before
+
+
+def test_the_resolved_config_starts_the_same_run_again(run, tmp_path):
+    assert run("--model.lr", "0.01") == 0
+    first = tmp_path / "small-eager"
+    assert train.main(["--config", str(first / "config.yaml")]) == 0
+    assert losses(tmp_path / "small-eager-2") == losses(first)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_resuming_twice_gives_the_losses_of_the_uninterrupted_run(run, tmp_path, micro_batches):
+    accumulate = ["--trainer.accumulate_grad_batches", str(micro_batches)]
+    assert run("--name", "whole", *accumulate) == 0
+    assert run("--name", "parts", *accumulate, *interrupt(5)) == 130
+    resume = ["--name", "parts", "--ckpt_path", "last", *accumulate]
+    assert run(*resume, *interrupt(8)) == 130  # where a validation is due anyway
+    assert run(*resume) == 0
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert losses(parts) == losses(whole)  # bit for bit: the CSV holds every digit
+    validation = losses(parts, "val_loss")
+    assert {s: validation[s] for s in losses(whole, "val_loss")} == losses(whole, "val_loss")
+    a, b = (torch.load(f / "last.ckpt", weights_only=True)["state_dict"] for f in (whole, parts))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path):
+    assert run("--name", "mine", "--model.n_embd", "24", "--trainer.max_steps", "2") == 0
+    flags = ["--name", "mine", "--ckpt_path", "last", "--trainer.max_steps", "3"]
+    assert train.main([*flags, "--trainer.default_root_dir", str(tmp_path)]) == 0
+    assert set(losses(tmp_path / "mine")) == {1, 2, 3}
+
+
+def test_a_checkpoint_given_by_its_path_starts_a_new_run(run, tmp_path):
+    assert run("--name", "first", "--trainer.max_steps", "4") == 0
+    checkpoint = tmp_path / "first" / "best.ckpt"
+    assert run("--name", "second", "--ckpt_path", str(checkpoint)) == 0
+    assert set(losses(tmp_path / "second")) == set(range(5, 13))
+    assert (tmp_path / "second" / "best.ckpt").exists()
+
+
+def test_ctrl_c_twice_stops_at_once_and_still_summarises(run, tmp_path):
+    assert run(*interrupt(3, times=2)) == 130
+    summary = json.loads((tmp_path / "small-eager" / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert set(losses(tmp_path / "small-eager")) == {1, 2}
+
+
+def test_ctrl_c_at_a_terminal(config, tmp_path):
+    """The signal from outside, to a process of its own, as the terminal sends it."""
+    command = [sys.executable, "train.py", "--config", str(config), "--trainer.max_steps", "100000"]
+    process = subprocess.Popen(
+        [*command, "--trainer.default_root_dir", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step "):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, rest
+    assert "Traceback" not in rest
+    assert "validation perplexity" in rest
+    folder = tmp_path / "small-eager"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["val_loss"] is not None
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == summary["steps"]
+
+
+def test_without_a_validation_there_is_still_a_checkpoint_to_resume(run, tmp_path):
+    no_validation = ["--trainer.limit_val_batches", "0"]
+    assert run("--name", "whole", *no_validation) == 0
+    assert run("--name", "parts", *no_validation, *interrupt(5)) == 130
+    assert run("--name", "parts", *no_validation, "--ckpt_path", "last") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+BAD_INPUT = {
+    "norm and head count": (
+        ["--norm", "nosuch", "--model.n_head", "5"],
+        ["'nosuch'", "eager, compiled, triton", "n_head is 5"],
+    ),
+    "odd head dimension": (["--model.n_embd", "10"], ["10 / 2 = 5", "even"]),
+    "unknown flag and norm": (["--model.nosuch", "1", "--norm", "foo"], ["model.nosuch", "'foo'"]),
+    "wrong type": (["--model.n_head", "two"], ["model.n_head", "two"]),
+    "size": (["--model.n_layer", "0"], ["n_layer is 0"]),
+    "stream dtype": (["--model.stream_dtype", "float8"], ["'float8'", "float32 or bfloat16"]),
+    "stream and precision": (
+        ["--model.stream_dtype", "bfloat16"],
+        ["32-true", "--trainer.precision bf16-mixed"],
+    ),
+    "clipping and no end": (
+        ["--trainer.gradient_clip_val", "1", "--trainer.max_steps", "-1"],
+        ["model.grad_clip", "max_steps has to be at least 1"],
+    ),
+    "trainer": (["--trainer.val_check_interval", "often"], ["val_check_interval"]),
+    "source and tokenizer": (
+        ["--data.source", "no/such/file.txt", "--data.tokenizer", "runes"],
+        ["no/such/file.txt", "'runes'"],
+    ),
+    "context and norm": (["--data.context", "100000", "--norm", "nosuch"], ["100001", "'nosuch'"]),
+    "no such run": (["--ckpt_path", "last", "--name", "never"], ["no run", "never"]),
+    "no such checkpoint": (["--ckpt_path", "no/such.ckpt"], ["no checkpoint no/such.ckpt"]),
+    "no checkpoint": (["--ckpt_path", __file__], [f"{__file__} is not a checkpoint"]),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), BAD_INPUT.values(), ids=BAD_INPUT.keys())
+def test_bad_input_is_answered_in_sentences(run, tmp_path, capsys, flags, expected):
+    assert run(*flags) == 2
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in expected), shown
+    assert all(line.startswith("error: ") for line in shown.splitlines()), shown
+    assert list(tmp_path.iterdir()) == []  # no directory of a run that never began
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model:\n  nlayer: 3\n", "nlayer"),
+        ("modle:\n  n_layer: 3\n", "modle"),
+        ("model: [\n", "config"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_config_with_a_fault(tmp_path, capsys, text, expected):
+    path = tmp_path / "faulty.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert train.main(["--config", str(path)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_shape(run, tmp_path, capsys):
+    assert run("--name", "narrow", "--trainer.max_steps", "1") == 0
+    checkpoint = str(tmp_path / "narrow" / "last.ckpt")
+    assert run("--ckpt_path", checkpoint, "--model.n_embd", "32", "--model.n_layer", "2") == 2
+    shown = capsys.readouterr().err
+    assert "n_embd 16, but 32" in shown
+    assert "n_layer 1, but 2" in shown
+
+
+def test_a_run_that_is_finished_is_not_resumed(run, capsys):
+    assert run() == 0
+    assert run("--ckpt_path", "last") == 2
+    assert "12 steps already" in capsys.readouterr().err
+
+
+def test_a_full_disk(run, tmp_path, capsys, monkeypatch):
+    def full(checkpoint, path):
+        Path(path).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert run() == 2
+    assert "No space left on device" in capsys.readouterr().err
+    folder = tmp_path / "small-eager"
+    assert not list(folder.glob("*.ckpt"))
+    assert not list(folder.glob(".*"))
+    assert set(losses(folder)) == {1, 2, 3, 4}  # what was measured is kept
+
+
+def test_the_issue_command_as_a_user_types_it():
+    """Exit code and stderr of a process: nothing prints a traceback on the way out."""
+    command = [sys.executable, "train.py", "--norm", "nosuch", "--model.n_head", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "nosuch" in done.stderr
+    assert "n_head is 5" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_help_has_a_sentence_for_every_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        train.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    options = [word for word in shown.split() if word.startswith(("--model.", "--data."))]
+    assert {"--model.n_layer", "--data.source"} <= set(options)
+    for option in set(options):
+        after = shown.split(f"{option} ", 1)[1]
+        words_before_type = after.split("(type:")[0].split()
+        assert len(words_before_type) > 4, option
