@@ -4,8 +4,8 @@ Nothing here imports from the rest of the project. Without a GPU the Triton kern
 Triton's interpreter: the same code, the same results, no speed.
 """
 
+from kernels.functional import add_rms_norm, rms_norm
 from kernels.module import RMSNorm
 from kernels.registry import NORMS, Norm, load_norm
-from kernels.triton_rms_norm import add_rms_norm, rms_norm
 
 __all__ = ["NORMS", "Norm", "RMSNorm", "add_rms_norm", "load_norm", "rms_norm"]

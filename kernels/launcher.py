@@ -8,7 +8,7 @@ by what the specialisation depends on, and launched directly.
 import torch
 from torch import Tensor
 
-from kernels.interpreter import INTERPRETED
+from kernels import interpreter
 
 _compiled = {}
 
@@ -22,7 +22,8 @@ def launch(kernel, grid: tuple[int, int, int], args: tuple, constants: dict, opt
         constants: its constexpr arguments, in the order of its signature.
         options: the compiler's, such as num_warps.
     """
-    if INTERPRETED or torch.compiler.is_compiling():
+    if interpreter.INTERPRETED:
+        interpreter.announce()
         kernel[grid](*args, **constants, **options)
         return
     key = (

@@ -1,22 +1,35 @@
-"""How the kernels are launched: tile, warps and programs by row length, dtypes and GPU.
+"""How the kernels are launched: tile, warps, programs and prefetch, by row length and dtypes.
 
 A launch never depends on the number of rows, so a row's result does not depend on the batch that
-it sits in. The figures behind the tables are in results/LOG.md.
+it sits in. What `python -m kernels.tune` found on the user's own GPU comes first, then the tables
+measured for this project (one file an architecture, in tuned/), then a heuristic.
 """
 
 import functools
-from dataclasses import dataclass
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
+import triton
 
 from kernels.interpreter import INTERPRETED
 
 INTERPRETED_TILE = 2**17  # elements; an interpreted operation costs its overhead, not its size
+MEASURED = Path(__file__).parent / "tuned"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One program's tile is rows x columns elements, worked on by 32 x warps threads."""
+    """A program's tile is rows x columns elements, worked on by 32 x warps threads.
+
+    The backward kernel's grid has programs_per_sm programs a multiprocessor; each walks over its
+    tiles and prefetches stages - 1 of them.
+    """
 
     rows: int
     columns: int
@@ -27,32 +40,24 @@ class Launch:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a launch needs to know of the GPU: multiprocessors and shared memory in bytes."""
+    """What a launch needs to know of the GPU."""
 
+    name: str
+    architecture: str
     multiprocessors: int
-    shared_memory: int
-    dependent_launch: bool
-
-
-# Row length: (rows, warps, programs a multiprocessor, stages), measured on an H200 in bfloat16.
-BACKWARD_LAUNCHES = {
-    64: (16, 4, 4, 4),
-    128: (8, 2, 4, 4),
-    768: (2, 4, 4, 3),
-    1024: (2, 4, 2, 4),
-    2048: (1, 4, 4, 3),
-    4096: (2, 8, 1, 3),
-    8192: (1, 8, 1, 3),
-}
+    shared_memory: int  # bytes that a program may use
+    dependent_launch: bool  # a kernel may start before the one it waits for has ended
 
 
 @functools.cache
 def gpu(device: torch.device) -> Gpu:
     """The properties of a CUDA device, or of the interpreter's stand-in for one."""
     if INTERPRETED:
-        return Gpu(multiprocessors=2, shared_memory=2**30, dependent_launch=False)
+        return Gpu("interpreter", "interpreter", 2, 2**30, dependent_launch=False)
     properties = torch.cuda.get_device_properties(device)
     return Gpu(
+        properties.name,
+        f"sm_{properties.major}{properties.minor}",
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
         dependent_launch=properties.major >= 9,
@@ -60,48 +65,151 @@ def gpu(device: torch.device) -> Gpu:
 
 
 @functools.cache
-def forward_launch(n: int, itemsize: int) -> Launch:
-    """Launch of the forward kernel for rows of n features, computed in itemsize bytes each.
+def forward_launch(
+    device: torch.device, n: int, h_dtype: torch.dtype, y_dtype: torch.dtype, compute: torch.dtype
+) -> Launch:
+    """Launch of the forward kernel for rows of n features.
 
-    The whole row is one tile where it fits the registers, else it is read in blocks, twice.
+    Args:
+        h_dtype: of what is normalised, which is the stream where there is one: so that the add
+            and the norm by itself take the same launch, and give the same bits.
+        y_dtype: of the output.
+        compute: of the arithmetic.
     """
-    columns = min(_power_of_two(n), 32768 * 4 // itemsize)
+    found = _lookup(device, forward_key(n, h_dtype, y_dtype))
+    return found or forward_heuristic(n, compute.itemsize)
+
+
+@functools.cache
+def backward_launch(
+    device: torch.device,
+    n: int,
+    h_dtype: torch.dtype,
+    dy_dtype: torch.dtype,
+    has_dh: bool,
+    compute: torch.dtype,
+) -> Launch:
+    """Launch of the persistent backward kernel; has_dh: a stream's gradient is read as well."""
+    found = _lookup(device, backward_key(n, h_dtype, dy_dtype, has_dh))
+    read = h_dtype.itemsize * (1 + has_dh) + dy_dtype.itemsize
+    return found or backward_heuristic(n, compute.itemsize, read, gpu(device).shared_memory)
+
+
+def forward_key(n: int, h_dtype: torch.dtype, y_dtype: torch.dtype) -> str:
+    """What a launch of the forward kernel is filed under."""
+    return f"forward {n} {_name(h_dtype)} {_name(y_dtype)}"
+
+
+def backward_key(n: int, h_dtype: torch.dtype, dy_dtype: torch.dtype, has_dh: bool) -> str:
+    """What a launch of the backward kernel is filed under."""
+    return f"{'add_' * has_dh}backward {n} {_name(h_dtype)} {_name(dy_dtype)}"
+
+
+def forward_heuristic(n: int, itemsize: int) -> Launch:
+    """A whole row is one tile where it fits the registers, else it is read in blocks, twice.
+
+    itemsize: bytes of the compute dtype.
+    """
+    columns = min(triton.next_power_of_2(n), 32768 * 4 // itemsize)
     if INTERPRETED:
         return Launch(max(1, INTERPRETED_TILE // columns), columns, warps=4)
     rows = max(1, 2048 // columns)
     return Launch(rows, columns, warps=min(max(rows * columns // 1024, 4), 32))
 
 
-@functools.cache
-def backward_launch(n: int, itemsize: int, bytes_per_feature: int, shared_memory: int) -> Launch:
-    """Launch of the persistent backward kernel for rows of n features.
+def backward_heuristic(n: int, itemsize: int, read: int, shared_memory: int) -> Launch:
+    """Enough warps to hold a tile and dw in registers, and two tiles of prefetch where they fit.
 
-    Args:
-        n: features in a row.
-        itemsize: bytes of the compute dtype, in which dw is held in registers.
-        bytes_per_feature: bytes read a feature (x, dy and the stream's gradient), which set how
-            many tiles of prefetch fit into shared_memory bytes.
+    itemsize: bytes of the compute dtype. read: bytes read a feature. shared_memory: in bytes.
     """
-    columns = min(_power_of_two(n), 8192 * 4 // itemsize)
+    columns = min(triton.next_power_of_2(n), 8192 * 4 // itemsize)
     if INTERPRETED:
         return Launch(max(1, INTERPRETED_TILE // columns), columns, warps=4)
-    if n in BACKWARD_LAUNCHES and itemsize == 4:
-        rows, warps, programs_per_sm, stages = BACKWARD_LAUNCHES[n]
-    else:
-        rows = max(1, min(1024 if n <= 256 else 2048, 8192 * 4 // itemsize) // columns)
-        warps = min(max(rows * columns // 1024, 4), 8)
-        programs_per_sm, stages = (4, 3) if rows * columns <= 2048 else (1, 3)
-    prefetched = (shared_memory // programs_per_sm - 4096) // (rows * columns * bytes_per_feature)
-    return Launch(rows, columns, warps, programs_per_sm, min(stages, prefetched + 1))
+    rows = max(1, min(1024 if n <= 256 else 2048, 8192 * 4 // itemsize) // columns)
+    warps = min(max(rows * columns // 1024, 4), 8)
+    programs_per_sm = 4 if rows * columns <= 2048 else 1
+    return Launch(
+        rows,
+        columns,
+        warps,
+        programs_per_sm,
+        min(3, 1 + tiles_that_fit(rows * columns * read, programs_per_sm, shared_memory)),
+    )
+
+
+def tiles_that_fit(tile_bytes: int, programs_per_sm: int, shared_memory: int) -> int:
+    """Tiles of prefetch for which a multiprocessor's programs have shared memory."""
+    reserved = 2048  # what the driver and the reductions need beside the tiles
+    return max(0, (shared_memory // programs_per_sm - reserved) // tile_bytes)
 
 
 @functools.cache
 def reduce_launch(n: int) -> Launch:
     """Launch of the kernel that adds the programs' partial sums of dw."""
     if INTERPRETED:
-        return Launch(64, min(_power_of_two(n), INTERPRETED_TILE // 64), warps=4)
+        return Launch(64, min(triton.next_power_of_2(n), INTERPRETED_TILE // 64), warps=4)
     return Launch(64, 8, warps=4)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 1).bit_length()
+def tuned_file() -> Path:
+    """Where `python -m kernels.tune` keeps what it found: a file in the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "triton-rmsnorm-gpt" / "launches.json"
+
+
+def tuned_for(device: torch.device) -> str:
+    """What launches are tuned for: a GPU and a Triton version."""
+    return f"{gpu(device).name}, triton {triton.__version__}"
+
+
+def read_launches(file: Path) -> dict[str, dict[str, Launch]]:
+    """The launches in a file: {GPU: {key: Launch}}.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it does not hold launches.
+    """
+    names = {field.name for field in fields(Launch)}
+    try:
+        content = json.loads(file.read_text())
+        found = {
+            name: {key: Launch(**launch) for key, launch in launches.items()}
+            for name, launches in content.items()
+        }
+        numbers = [
+            v for launches in found.values() for x in launches.values() for v in asdict(x).values()
+        ]
+        if not all(isinstance(number, int) and number > 0 for number in numbers):
+            raise ValueError("a launch holds what is not a positive whole number")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} does not hold launches of {sorted(names)}: {error}") from error
+    return found
+
+
+def forget() -> None:
+    """Look all launches up again, since a file of them has changed."""
+    for cached in (forward_launch, backward_launch, _launches):
+        cached.cache_clear()
+
+
+def _lookup(device: torch.device, key: str) -> Launch | None:
+    return None if INTERPRETED else _launches(device).get(key)
+
+
+@functools.cache
+def _launches(device: torch.device) -> dict[str, Launch]:
+    measured = MEASURED / f"{gpu(device).architecture}.json"
+    found = {}
+    if measured.exists():
+        for launches in read_launches(measured).values():
+            found |= launches
+    if tuned_file().exists():
+        try:
+            found |= read_launches(tuned_file()).get(tuned_for(device), {})
+        except (OSError, ValueError) as error:
+            log.warning("Tuned launches are not used: %s. Tune again, or delete the file.", error)
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

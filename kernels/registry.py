@@ -34,7 +34,7 @@ class Entry:
 NORMS = {
     "eager": Entry("kernels.reference:norm", "the definition in plain PyTorch, op by op"),
     "compiled": Entry("kernels.compiled:make", "the definition through torch.compile (Inductor)"),
-    "triton": Entry("kernels.triton_rms_norm:make", "this project's fused Triton kernels"),
+    "triton": Entry("kernels.functional:norm", "this project's fused Triton kernels"),
     "aten": Entry("kernels.peers:aten", "torch.nn.functional.rms_norm"),
     "liger": Entry(
         "kernels.peers:liger",

@@ -7,6 +7,9 @@ y = x_hat * w (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467, secti
 
 With a residual stream, h = x + residual is normalised and dh, the gradient that arrives through
 the stream, is added to dx; the sum is the gradient of x and of residual.
+
+Each kernel stands beside the function that launches it; `kernels.functional` makes them a
+differentiable PyTorch operator.
 """
 
 import contextlib
@@ -16,15 +19,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.standard import _sum_combine
 
 from kernels import interpreter
-from kernels.arguments import check_arguments, compute_dtype
+from kernels.arguments import compute_dtype
 from kernels.launcher import launch
 from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
-from kernels.registry import Norm
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
 
@@ -32,147 +33,11 @@ INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
 _INTEGERS = ["n_rows", "size1", "size2", "stride0", "stride1", "stride2"]
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in one pass over x.
-
-    Args:
-        x: (..., N), N >= 1, float16, bfloat16, float32 or float64. Rows may be strided (a slice
-            of a fused QKV is read in place); other layouts than that are copied first.
-        weight: (N,) of any of these dtypes, or None for no scaling.
-        eps: added to the mean of squares, at least 0.
-        out_dtype: dtype of the result; x's by default.
-
-    Returns:
-        (..., N), contiguous. Computed in float32 (float64 if x or weight is float64) and rounded
-        once. Differentiable once; dw is summed in a fixed order, so equal inputs give equal bits.
-
-    Raises:
-        ValueError: for a wrong shape, dtype, device or eps, naming the argument.
-    """
-    check_arguments(x, None, weight, eps, out_dtype)
-    _check_device(x)
-    out_dtype = out_dtype or x.dtype
-    if _needs_grad(x, weight):
-        return _RMSNorm.apply(x, weight, eps, out_dtype)
-    return _forward(x, None, weight, eps, out_dtype, save_rstd=False)[0]
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The residual add and the norm of its sum in one pass: (rms_norm(h), h), h = x + residual.
-
-    Args:
-        x: (..., N), the branch that is added to the stream.
-        residual: the stream, of x's shape and any of x's dtypes.
-        weight, eps, out_dtype: as for `rms_norm`.
-
-    Returns:
-        y (..., N) in out_dtype and h (..., N) in residual's dtype, both contiguous. y is the norm
-        of the rounded h, so with x and residual of one dtype it equals rms_norm(x + residual).
-
-    Raises:
-        ValueError: for a wrong shape, dtype, device or eps, naming the argument.
-    """
-    check_arguments(x, residual, weight, eps, out_dtype)
-    _check_device(x)
-    out_dtype = out_dtype or x.dtype
-    if _needs_grad(x, residual, weight):
-        return _AddRMSNorm.apply(x, residual, weight, eps, out_dtype)
-    return _forward(x, residual, weight, eps, out_dtype, save_rstd=False)[:2]
-
-
-def make() -> Norm:
-    """The Triton norm."""
-    return Norm("triton", rms_norm, add_rms_norm)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, out_dtype):
-        y, h, rstd = _forward(x, None, weight, eps, out_dtype, save_rstd=True)
-        ctx.save_for_backward(h, weight, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        h, weight, rstd = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        dx, _, dw = _backward(
-            dy, None, h, weight, rstd, h.dtype if need_dx else None, None, need_dw
-        )
-        return dx, dw, None, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, eps, out_dtype):
-        y, h, rstd = _forward(x, residual, weight, eps, out_dtype, save_rstd=True)
-        ctx.save_for_backward(h, weight, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.x_dtype = x.dtype
-        return y, h
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dh):
-        h, weight, rstd = ctx.saved_tensors
-        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
-        x_dtype, r_dtype = ctx.x_dtype, h.dtype
-        if dy is None:  # only the stream was used: the norm has no gradient
-            dx = dh.to(x_dtype) if need_dx and dh is not None else None
-            return dx, dh if need_dr else None, None, None, None
-        both = need_dx and need_dr and x_dtype != r_dtype
-        dx, dr, dw = _backward(
-            dy,
-            dh,
-            h,
-            weight,
-            rstd,
-            x_dtype if need_dx else r_dtype if need_dr else None,
-            r_dtype if both else None,
-            need_dw,
-        )
-        if not both:
-            dx, dr = (dx if need_dx else None), (dx if need_dr else None)
-        return dx, dr, dw, None, None
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _check_device(x: Tensor) -> None:
-    if interpreter.INTERPRETED:
-        interpreter.announce()
-    elif not x.is_cuda:
-        raise ValueError(
-            f"x must be on a CUDA device for the Triton kernels, but it is on {x.device}; "
-            "set TRITON_INTERPRET=1 to run them through Triton's interpreter"
-        )
-
-
 def _on(device: torch.device):
     """Makes the tensors' GPU the current one, since Triton launches on that."""
-    if interpreter.INTERPRETED or _compiling() or device.index == torch.cuda.current_device():
+    if interpreter.INTERPRETED or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True)
@@ -218,25 +83,26 @@ def _rows_in_place(x: Tensor) -> tuple[Tensor, _Rows]:
     return x, _Rows(size1, size2, stride0 // unit, stride1 // unit, stride2 // unit, unit)
 
 
-def _forward(x, residual, weight, eps, out_dtype, save_rstd):
-    """y, what was normalised (x, or the rounded x + residual) and rstd (rows,)."""
+def forward(x, residual, weight, eps, out_dtype, save_rstd) -> list[Tensor]:
+    """[y], with a residual [y, h], and at the end rstd (rows,) in the compute dtype if saved."""
     x, layout = _rows_in_place(x)
     compute = compute_dtype(x, residual, weight)
     n = x.shape[-1]
     rows = x.numel() // n
     y = x.new_empty(x.shape, dtype=out_dtype)
-    stream = None
+    h = None
     if residual is not None:
         residual = residual.contiguous()
-        stream = x.new_empty(x.shape, dtype=residual.dtype)
+        h = x.new_empty(x.shape, dtype=residual.dtype)
     rstd = x.new_empty(rows, dtype=compute) if save_rstd else None
     if rows:
-        tile = forward_launch(n, compute.itemsize)
+        h_dtype = x.dtype if h is None else h.dtype
+        tile = forward_launch(x.device, n, h_dtype, out_dtype, compute)
         with _on(x.device):
             launch(
                 _forward_kernel,
                 (triton.cdiv(rows, tile.rows), 1, 1),
-                (x, residual, weight, y, stream, rstd, rows, *layout.args),
+                (x, residual, weight, y, h, rstd, rows, *layout.args),
                 {
                     "N": n,
                     "EPS": float(eps),
@@ -250,7 +116,7 @@ def _forward(x, residual, weight, eps, out_dtype, save_rstd):
                 },
                 {"num_warps": tile.warps},
             )
-    return y, x if stream is None else stream, rstd
+    return [tensor for tensor in (y, h, rstd) if tensor is not None]
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -312,8 +178,8 @@ def _forward_kernel(
         tl.store(y_ptr + row * N + start + column, _round(y, y_ptr.dtype.element_ty), mask=inside)
 
 
-def _backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
-    """Gradients (dx, dr, dw); dx in dx_dtype and, a second time, in dr_dtype; None where not asked.
+def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tensor]:
+    """Of [dx in dx_dtype, the same in dr_dtype, dw] what is wanted: a dtype of None is not.
 
     dw is summed in two stages: every program of a persistent grid keeps its own sum in registers
     and writes it as one row of `partial`; then `_reduce_kernel` adds those rows.
@@ -323,21 +189,22 @@ def _backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
     dh = dh.contiguous() if dh is not None else None
     n = h.shape[-1]
     rows = h.numel() // n
-    need_dw = need_dw and weight is not None
     dx = h.new_empty(h.shape, dtype=dx_dtype) if dx_dtype else None
     dr = h.new_empty(h.shape, dtype=dr_dtype) if dr_dtype else None
     dw = torch.empty_like(weight) if need_dw else None
+    gradients = [tensor for tensor in (dx, dr, dw) if tensor is not None]
     if rows == 0:
-        return dx, dr, dw.zero_() if need_dw else None
+        if need_dw:
+            dw.zero_()
+        return gradients
 
     properties = gpu(h.device)
-    read = h.element_size() + dy.element_size() + (dh.element_size() if dh is not None else 0)
-    tile = backward_launch(n, rstd.element_size(), read, properties.shared_memory)
+    tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
     blocks = triton.cdiv(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
     programs = min(wave, triton.cdiv(rows, tile.rows))
     partial = dw if programs == 1 else rstd.new_empty(programs, n) if need_dw else None
-    dependent = need_dw and programs > 1 and properties.dependent_launch and not _compiling()
+    dependent = need_dw and programs > 1 and properties.dependent_launch
     constants = {
         "N": n,
         "STRIDE_UNIT": layout.unit,
@@ -377,7 +244,7 @@ def _backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
                 {"N": n, "ROWS": reduce.rows, "COLUMNS": reduce.columns, "DEPENDENT": dependent},
                 {"num_warps": reduce.warps} | ({"launch_pdl": True} if dependent else {}),
             )
-    return dx, dr, dw
+    return gradients
 
 
 @triton.jit(do_not_specialize=_INTEGERS)

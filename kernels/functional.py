@@ -1,0 +1,195 @@
+"""The Triton kernels as differentiable PyTorch calls, in eager mode and under torch.compile."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import interpreter, triton_rms_norm
+from kernels.arguments import check_arguments, compute_dtype
+from kernels.registry import Norm
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension, in one pass over x.
+
+    Args:
+        x: (..., N), N >= 1, float16, bfloat16, float32 or float64. Rows may be strided (a slice
+            of a fused QKV is read in place); other layouts than that are copied first.
+        weight: (N,) of any of these dtypes, or None for no scaling.
+        eps: added to the mean of squares, at least 0.
+        out_dtype: dtype of the result; x's by default.
+
+    Returns:
+        (..., N), contiguous. Computed in float32 (float64 if x or weight is float64) and rounded
+        once. Differentiable once; dw is summed in a fixed order, so equal inputs give equal bits.
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device or eps, naming the argument.
+    """
+    check_arguments(x, None, weight, eps, out_dtype)
+    _check_device(x)
+    out_dtype = out_dtype or x.dtype
+    if _needs_grad(x, weight):
+        return _RMSNorm.apply(x, weight, eps, out_dtype)
+    return _forward(x, None, weight, eps, out_dtype, False)[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The residual add and the norm of its sum in one pass: (rms_norm(h), h), h = x + residual.
+
+    Args:
+        x: (..., N), the branch that is added to the stream.
+        residual: the stream, of x's shape and any of x's dtypes.
+        weight, eps, out_dtype: as for `rms_norm`.
+
+    Returns:
+        y (..., N) in out_dtype and h (..., N) in residual's dtype, both contiguous. y is the norm
+        of the rounded h, so with x and residual of one dtype it equals rms_norm(x + residual).
+
+    Raises:
+        ValueError: for a wrong shape, dtype, device or eps, naming the argument.
+    """
+    check_arguments(x, residual, weight, eps, out_dtype)
+    _check_device(x)
+    out_dtype = out_dtype or x.dtype
+    if _needs_grad(x, residual, weight):
+        return _AddRMSNorm.apply(x, residual, weight, eps, out_dtype)
+    y, h = _forward(x, residual, weight, eps, out_dtype, False)
+    return y, h
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check_device(x: Tensor) -> None:
+    if not x.is_cuda and not interpreter.INTERPRETED:
+        raise ValueError(
+            f"x must be on a CUDA device for the Triton kernels, but it is on {x.device}; "
+            "set TRITON_INTERPRET=1 to run them through Triton's interpreter"
+        )
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, out_dtype):
+        y, rstd = _forward(x, None, weight, eps, out_dtype, True)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dx, _, dw = _gradients(
+            dy, None, x, weight, rstd, x.dtype if need_dx else None, None, need_dw
+        )
+        return dx, dw, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, out_dtype):
+        y, h, rstd = _forward(x, residual, weight, eps, out_dtype, True)
+        ctx.save_for_backward(h, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.x_dtype = x.dtype
+        return y, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dh):
+        h, weight, rstd = ctx.saved_tensors
+        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
+        x_dtype, r_dtype = ctx.x_dtype, h.dtype
+        if dy is None:  # only the stream was used: the norm has no gradient
+            dx = dh.to(x_dtype) if need_dx and dh is not None else None
+            return dx, dh if need_dr else None, None, None, None
+        both = need_dx and need_dr and x_dtype != r_dtype
+        first = x_dtype if need_dx else r_dtype if need_dr else None
+        second = r_dtype if both else None
+        dx, dr, dw = _gradients(dy, dh, h, weight, rstd, first, second, need_dw)
+        if not both:
+            dx, dr = (dx if need_dx else None), (dx if need_dr else None)
+        return dx, dr, dw, None, None
+
+
+def _forward(x, residual, weight, eps, out_dtype, save_rstd) -> list[Tensor]:
+    if torch.compiler.is_compiling():
+        return _forward_op(x, residual, weight, eps, out_dtype, save_rstd)
+    return triton_rms_norm.forward(x, residual, weight, eps, out_dtype, save_rstd)
+
+
+def _gradients(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tensor | None]:
+    """(dx, dr, dw), with None for what is not wanted."""
+    need_dw = need_dw and weight is not None
+    arguments = (dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw)
+    if torch.compiler.is_compiling():
+        found = iter(_backward_op(*arguments))
+    else:
+        found = iter(triton_rms_norm.backward(*arguments))
+    return [next(found) if wanted else None for wanted in (dx_dtype, dr_dtype, need_dw)]
+
+
+# In a compiled model the kernels are opaque operators: the launch, which torch.compile could not
+# trace in full (dependent launch, for one), then is the same as in eager mode.
+
+
+@torch.library.custom_op("triton_rmsnorm_gpt::forward", mutates_args=())
+def _forward_op(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype,
+    save_rstd: bool,
+) -> list[Tensor]:
+    return triton_rms_norm.forward(x, residual, weight, eps, out_dtype, save_rstd)
+
+
+@_forward_op.register_fake
+def _(x, residual, weight, eps, out_dtype, save_rstd):
+    outputs = [x.new_empty(x.shape, dtype=out_dtype)]
+    if residual is not None:
+        outputs.append(x.new_empty(x.shape, dtype=residual.dtype))
+    if save_rstd:
+        rows = x.numel() // x.shape[-1]
+        outputs.append(x.new_empty(rows, dtype=compute_dtype(x, residual, weight)))
+    return outputs
+
+
+@torch.library.custom_op("triton_rmsnorm_gpt::backward", mutates_args=())
+def _backward_op(
+    dy: Tensor,
+    dh: Tensor | None,
+    h: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dx_dtype: torch.dtype | None,
+    dr_dtype: torch.dtype | None,
+    need_dw: bool,
+) -> list[Tensor]:
+    return triton_rms_norm.backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw)
+
+
+@_backward_op.register_fake
+def _(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
+    outputs = [h.new_empty(h.shape, dtype=dtype) for dtype in (dx_dtype, dr_dtype) if dtype]
+    return [*outputs, torch.empty_like(weight)] if need_dw else outputs
+
+
+norm = Norm("triton", rms_norm, add_rms_norm)
