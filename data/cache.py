@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import tiktoken
 
-from .errors import DataError
+from .errors import DataError, causes
 from .sources import Source
 from .tokenizer import tokenizer_fingerprint
 
@@ -187,7 +187,7 @@ def _tokenise(
 
     def encode(batch: dict[str, list]) -> dict[str, list[np.ndarray]]:
         (texts,) = batch.values()
-        ids = (encoding.encode_to_numpy(text, disallowed_special=()) for text in texts if text)
+        ids = [_encode(text, encoding) for text in texts if text]
         return {"ids": [np.append(row, end).astype(dtype) for row in ids]}
 
     processes = min(
@@ -195,20 +195,34 @@ def _tokenise(
         1 + documents.data.nbytes // _BYTES_PER_PROCESS,
         max(1, len(documents)),
     )
-    ids = documents.map(
-        encode,
-        batched=True,
-        remove_columns=documents.column_names,
-        features=datasets.Features({"ids": datasets.List(datasets.Value(dtype.name))}),
-        num_proc=processes if processes > 1 else None,
-        desc=f"Tokenising {split}",
-        cache_file_name=str(scratch / f"{split}-ids.arrow"),
-        new_fingerprint=f"{split}-ids",  # spares hashing the tokenizer
-        load_from_cache_file=False,
-    )
+    try:
+        ids = documents.map(
+            encode,
+            batched=True,
+            remove_columns=documents.column_names,
+            features=datasets.Features({"ids": datasets.List(datasets.Value(dtype.name))}),
+            num_proc=processes if processes > 1 else None,
+            desc=f"Tokenising {split}",
+            cache_file_name=str(scratch / f"{split}-ids.arrow"),
+            new_fingerprint=f"{split}-ids",  # spares hashing the tokenizer
+            load_from_cache_file=False,
+        )
+    except Exception as error:
+        # Ctrl-C makes `datasets` end its processes, and then complain that they have ended.
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+            raise KeyboardInterrupt from error
+        raise
     if empty := len(documents) - len(ids):
         print(f"Left out {empty:,} empty documents of {len(documents):,} ({split})", flush=True)
     return ids
+
+
+def _encode(text: str, encoding: tiktoken.Encoding) -> np.ndarray:
+    """The ids of plain text, uint32: an end of text written in it is no special token."""
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except ValueError as error:  # tiktoken gives up on a million spaces in a row
+        raise DataError(f"Cannot tokenise the text that begins {text[:40]!r}: {error}.") from error
 
 
 def _with_validation(ids: dict[str, datasets.Dataset]) -> dict[str, Iterable[np.ndarray]]:

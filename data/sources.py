@@ -19,8 +19,9 @@ from itertools import groupby
 from pathlib import Path
 
 import datasets
+from datasets.exceptions import DatasetGenerationError
 
-from .errors import DataError
+from .errors import DataError, causes
 from .packages import package_file
 
 Rows = Iterable[dict]
@@ -268,15 +269,11 @@ def _explained(what: str, folder: Path, advice: str = "") -> Iterator[None]:
     except DataError:
         raise
     except Exception as error:
-        causes = list(_causes(error))
-        reason = next((text for cause in reversed(causes) if (text := str(cause).strip())), "")
-        if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in causes):
+        chain = list(causes(error))
+        # DatasetGenerationError says no more than that something went wrong.
+        told = [cause for cause in chain if not isinstance(cause, DatasetGenerationError)]
+        reason = str((told or chain)[0]) or type(error).__name__
+        if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in chain):
             free = shutil.disk_usage(folder).free
             reason = f"No space left on the disk of {folder}, where {free:,} bytes are free"
         raise DataError(f"{what}: {reason.splitlines()[0]}. {advice}".strip()) from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -63,19 +63,44 @@ def test_several_processes_give_the_tokens_of_one(file, prepare, tmp_path, monke
     assert module.tokens.validation.tolist() == serial.validation.tolist()
 
 
-def test_a_vocabulary_beyond_16_bits_is_kept_in_32(file, prepare, monkeypatch):
-    wide = tiktoken.Encoding(
-        "wide",
-        pat_str=r"(?s).",
-        mergeable_ranks={bytes([i]): 65500 + i for i in range(256)},
-        special_tokens={"<|endoftext|>": 70000},
-    )
-    monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["wide"])
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
-    tokens = prepare(file, tokenizer="wide").tokens
-    assert tokens.train.dtype == np.uint32
-    assert tokens.train.tolist() == expected("wide", TEXTS[:38])
+@pytest.fixture
+def custom_tokenizer(monkeypatch):
+    """Makes tiktoken know one tokenizer, "custom", whose id for byte b is `first` + b."""
+
+    def custom_tokenizer(first, end):
+        encoding = tiktoken.Encoding(
+            "custom",
+            pat_str=r"(?s).",
+            mergeable_ranks={bytes([i]): first + i for i in range(256)},
+            special_tokens={"<|endoftext|>": end},
+        )
+        monkeypatch.setattr(tiktoken, "list_encoding_names", lambda: ["custom"])
+        monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+        load_tokenizer.cache_clear()
+
+    yield custom_tokenizer
     load_tokenizer.cache_clear()
+
+
+@pytest.mark.parametrize(("end", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_ids_beyond_16_bits_are_kept_in_32(file, prepare, custom_tokenizer, end, dtype):
+    custom_tokenizer(first=65000, end=end)
+    tokens = prepare(file, tokenizer="custom").tokens
+    assert tokens.train.dtype == dtype
+    assert tokens.train.tolist() == expected("custom", TEXTS[:38])
+
+
+def test_a_tokenizer_that_changed_under_its_name_gets_new_tokens(file, prepare, custom_tokenizer):
+    for first in (0, 1000):
+        custom_tokenizer(first, end=5000)
+        tokens = prepare(file, tokenizer="custom").tokens
+        assert tokens.train.tolist() == expected("custom", TEXTS[:38])
+
+
+def test_a_text_that_the_tokenizer_cannot_take_is_quoted(tmp_path, prepare):
+    (tmp_path / "a.txt").write_text("Once" + " " * 10**6 + "upon")
+    with pytest.raises(DataError, match="Cannot tokenise the text that begins 'Once  "):
+        prepare(tmp_path / "a.txt", tokenizer="gpt2")
 
 
 def test_the_second_time_no_text_is_read(file, prepare, monkeypatch):
@@ -145,6 +170,19 @@ def test_an_interrupted_build_leaves_nothing(file, prepare, tmp_path, monkeypatc
             prepare(file)
     assert folders(tmp_path) == []
     assert prepare(file).tokens.train.tolist() == expected("bytes", TEXTS[:38])
+
+
+def test_ctrl_c_among_several_processes_is_ctrl_c(file, prepare, tmp_path, monkeypatch):
+    def interrupted_map(*args, **options):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise TimeoutError  # as `datasets` does when the processes it waits for are gone
+
+    monkeypatch.setattr(datasets.Dataset, "map", interrupted_map)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(file)
+    assert folders(tmp_path) == []
 
 
 def test_a_killed_build_is_not_trusted_and_is_cleared_away(file, prepare, tmp_path):
