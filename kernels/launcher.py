@@ -40,6 +40,16 @@ def launch(kernel, grid: tuple[int, int, int], args: tuple, constants: dict, opt
         compiled[grid](*args, *constants.values())
 
 
+def forget() -> None:
+    """Drop the compiled kernels, so that `spills` speaks only of what is launched from now on."""
+    _compiled.clear()
+
+
+def spills(kernel) -> int:
+    """The most registers that a thread of any compiled version of the kernel spills to memory."""
+    return max(found.n_spills for (fn, *_), found in _compiled.items() if fn is kernel.fn)
+
+
 def _specialisation(arg: Tensor | int | None):
     """What Triton compiles a kernel anew for: dtype, 16-byte alignment, integers over 32 bits."""
     if isinstance(arg, Tensor):

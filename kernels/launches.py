@@ -186,10 +186,11 @@ def read_launches(file: Path) -> dict[str, dict[str, Launch]]:
     return found
 
 
-def forget() -> None:
-    """Look all launches up again, since a file of them has changed."""
-    for cached in (forward_launch, backward_launch, _launches):
-        cached.cache_clear()
+def use(device: torch.device, key: str, launch: Launch) -> None:
+    """Launch so from now on, in this process."""
+    _launches(device)[key] = launch
+    forward_launch.cache_clear()
+    backward_launch.cache_clear()
 
 
 def _lookup(device: torch.device, key: str) -> Launch | None:

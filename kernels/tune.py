@@ -1,0 +1,242 @@
+"""The fastest launches for this GPU, found by trying: `python -m kernels.tune`.
+
+Each candidate is compiled, its results are compared with float64, and only then it is timed, with
+a cold L2. The winners are written to a file that every later run on this GPU with this Triton
+version uses. Training itself never sweeps.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import torch
+import triton
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kernels import functional, launcher, launches, triton_rms_norm
+from kernels.bench.__main__ import missing_gpu
+from kernels.bench.cases import DESIGN_SHAPES, Case, add_case, default_rows, norm_case
+from kernels.bench.problem import EPS, Problem
+from kernels.bench.timing import Arm, Timer
+from kernels.launches import Launch
+
+WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192)
+FORMS = ("norm", "add", "mixed")
+CHECKED_ROWS = 3001
+FINALISTS = 6
+
+
+@dataclass(frozen=True)
+class Search:
+    """One key to find the best launch for: a pass of a case."""
+
+    case: Case
+    direction: str
+
+    @property
+    def key(self) -> str:
+        stream = getattr(torch, self.case.residual_dtype or self.case.x_dtype)
+        out = getattr(torch, self.case.out_dtype)
+        if self.direction == "forward":
+            return launches.forward_key(self.case.n, stream, out)
+        return launches.backward_key(self.case.n, stream, out, self.case.residual_dtype is not None)
+
+    @property
+    def kernel(self):
+        forward = self.direction == "forward"
+        return triton_rms_norm._forward_kernel if forward else triton_rms_norm._backward_kernel
+
+    def candidates(self, gpu: launches.Gpu) -> Iterator[Launch]:
+        """Launches with 8 to 32 elements a thread whose tiles of prefetch fit shared memory."""
+        columns = triton.next_power_of_2(self.case.n)
+        forward = self.direction == "forward"
+        read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
+        for tile in (columns * 2**i for i in range(8)):
+            for warps in (2, 4, 8, 16, 32):
+                if not (512 <= tile <= 16384 and 8 <= tile // (32 * warps) <= 32):
+                    continue
+                if forward:
+                    yield Launch(tile // columns, columns, warps)
+                    continue
+                for programs in (1, 2, 3, 4, 6, 8):
+                    fit = launches.tiles_that_fit(tile * read, programs, gpu.shared_memory)
+                    if programs * warps <= 64:
+                        for stages in range(2, min(4, fit + 1) + 1):
+                            yield Launch(tile // columns, columns, warps, programs, stages)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse_arguments(argv)
+    if missing := missing_gpu():
+        print(f"python -m kernels.tune needs a GPU: {missing}", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    searches = list(all_searches(arguments.n, arguments.forms))
+    timer, found = Timer(), {}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    workers = min(os.cpu_count() or 1, 14)
+    with (
+        ProcessPoolExecutor(workers, get_context("spawn")) as pool,
+        Progress(*columns, TimeElapsedColumn()) as bar,
+    ):
+        task = bar.add_task("compiling", total=len(searches))
+        compiled = [
+            pool.submit(compile_candidate, search, candidate)
+            for search in searches
+            for candidate in compiled_once(search.candidates(launches.gpu(device)))
+        ]
+        for future in compiled:
+            future.result()
+        for search in searches:
+            bar.update(task, description=search.key)
+            best, us, before = fastest(search, device, timer)
+            found[search.key] = best
+            bar.console.print(
+                f"{search.key}: {us:.1f} us (was {before:.1f}) {best}", highlight=False
+            )
+            bar.advance(task)
+    save(found, device, arguments.out)
+    print(f"{len(found)} launches for {launches.tuned_for(device)} are in {arguments.out}")
+    return 0
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kernels.tune", description=__doc__)
+    parser.add_argument(
+        "--n",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=WIDTHS,
+        help="row lengths up to 16384, comma-separated; those of common models by default",
+    )
+    parser.add_argument(
+        "--forms",
+        type=lambda text: text.split(","),
+        default=FORMS,
+        help="norm and add: all bfloat16; mixed: bfloat16 branch, float32 stream and weight",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=launches.tuned_file(),
+        help="file that the launches are added to; by default the one that later runs read",
+    )
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.forms) - set(FORMS):
+        parser.error(f"--forms: there is no {', '.join(unknown)}; there are {', '.join(FORMS)}")
+    if wrong := [n for n in arguments.n if not 1 <= n <= 16384]:
+        parser.error(f"--n: {wrong} is outside of 1 to 16384")
+    return arguments
+
+
+def all_searches(widths: Iterable[int], forms: Iterable[str]) -> Iterator[Search]:
+    """Every pass to tune. The add's forward takes the launch of the norm in the stream's dtype."""
+    rows = {n: rows for rows, n in DESIGN_SHAPES}
+    for n in widths:
+        shape = (rows.get(n, default_rows(n, "bfloat16")), n)
+        cases = {
+            "norm": norm_case("tune", *shape),
+            "add": add_case("tune", *shape),
+            "mixed": Case(
+                "tune", "add_rms_norm", *shape, "bfloat16", "float32", "float32", "bfloat16"
+            ),
+        }
+        for form in forms:
+            if form != "add":
+                yield Search(cases[form], "forward")
+            yield Search(cases[form], "backward")
+
+
+def compiled_once(candidates: Iterable[Launch]) -> set[Launch]:
+    """Candidates that differ in what is compiled, not only in the grid."""
+    return {replace(candidate, programs_per_sm=1) for candidate in candidates}
+
+
+def compile_candidate(search: Search, candidate: Launch) -> None:
+    """Run a candidate once on a few rows, in a process of its own: fills Triton's disk cache."""
+    problem = Problem.random(replace(search.case, rows=3 * candidate.rows), "cuda")
+    launches.use(torch.device("cuda", 0), search.key, candidate)
+    with contextlib.suppress(triton.runtime.errors.OutOfResources):  # fastest() leaves it out too
+        problem.results(functional.norm)
+
+
+def fastest(search: Search, device: torch.device, timer: Timer) -> tuple[Launch, float, float]:
+    """The launch with the smallest median time, that time, and the time of the present launch."""
+    checked = Problem.random(replace(search.case, rows=CHECKED_ROWS), device)
+    timed = make_arm(search, device)
+    present = median(timer.gpu_us(timed, 30, cold=True))
+    times, right = {}, {}
+    for candidate in search.candidates(launches.gpu(device)):
+        launches.use(device, search.key, candidate)
+        compiled = replace(candidate, programs_per_sm=1)
+        if compiled not in right:
+            right[compiled] = is_right(search, checked)
+        if right[compiled]:
+            times[candidate] = median(timer.gpu_us(timed, 8, cold=True))
+    finalists = sorted(times, key=times.get)[:FINALISTS]
+    samples = {candidate: [] for candidate in finalists}
+    for _ in range(5):
+        for candidate in finalists:
+            launches.use(device, search.key, candidate)
+            samples[candidate] += timer.gpu_us(timed, 15, cold=True)
+    best = min(finalists, key=lambda candidate: median(samples[candidate]))
+    launches.use(device, search.key, best)
+    return best, median(samples[best]), present
+
+
+def is_right(search: Search, problem: Problem) -> bool:
+    """Whether the launch in use can run, keeps to the registers and gives the right results."""
+    launcher.forget()
+    try:
+        errors = problem.errors(functional.norm)
+    except triton.runtime.errors.OutOfResources:
+        return False
+    right = all(error <= problem.tolerance(name) for name, error in errors.items())
+    return right and launcher.spills(search.kernel) == 0
+
+
+def make_arm(search: Search, device: torch.device) -> Arm:
+    """The pass by itself, without autograd, on inputs of the case's size."""
+    case = search.case
+    x, out = (getattr(torch, name) for name in (case.x_dtype, case.out_dtype))
+    residual = case.residual_dtype and getattr(torch, case.residual_dtype)
+
+    def normal(dtype, *shape):
+        return torch.randn(shape, device=device).to(dtype) if dtype else None
+
+    shape = (case.rows, case.n)
+    branch, stream = normal(x, *shape), normal(residual, *shape)
+    weight = normal(getattr(torch, case.weight_dtype), case.n)
+    if search.direction == "forward":
+        return Arm(lambda _: triton_rms_norm.forward(branch, stream, weight, EPS, out, True))
+    h = branch if stream is None else stream
+    rstd = torch.rand(case.rows, device=device) + 0.5
+    dy, dh = normal(out, *shape), normal(residual, *shape)
+    second = residual if residual not in (None, x) else None
+    return Arm(lambda _: triton_rms_norm.backward(dy, dh, h, weight, rstd, x, second, True))
+
+
+def save(found: dict[str, Launch], device: torch.device, file: Path) -> None:
+    """Add the launches to the file, which appears whole or not at all."""
+    content = launches.read_launches(file) if file.exists() else {}
+    content.setdefault(launches.tuned_for(device), {}).update(found)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    plain = {
+        name: {key: asdict(launch) for key, launch in sorted(entries.items())}
+        for name, entries in content.items()
+    }
+    lines = json.dumps(plain, indent=1)
+    temporary.write_text(lines + "\n")
+    os.replace(temporary, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
