@@ -1,5 +1,11 @@
 """Train a GPT on text: read the settings, build, fit, summarise. See `python train.py --help`."""
 
+import os
+
+# Before torch is loaded: threads that spin while they wait make a CPU run many times slower where
+# another process has one of the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import errno
 import logging
 import sys
@@ -30,6 +36,7 @@ from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, figures, plot_loss, table, write_json
 
 BAD_INPUT, INTERRUPTED = 2, 130
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in CANNOT_WRITE:
             raise
         print(f"error: {error}. What was saved before is whole.", file=sys.stderr)
         return BAD_INPUT
@@ -72,7 +79,7 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     except SystemExit:  # Lightning's answer to a Ctrl-C that could not wait
         if not stopper.interrupted:
             raise
-    summarise(settings, run, trainer, model, recorder, metrics, sampler)
+    summarise(settings, run, trainer, model, recorder, metrics, stopper, sampler)
     return INTERRUPTED if stopper.interrupted else 0
 
 
@@ -141,6 +148,7 @@ def summarise(
     model: LitGPT,
     recorder: Recorder,
     metrics: MetricsFile,
+    stopper: Stopper,
     sampler: Sampler,
 ) -> None:
     """Print the table and the sample; write summary.json and loss.png."""
@@ -153,6 +161,7 @@ def summarise(
         "precision": settings.trainer.precision,
         "stream_dtype": settings.model.stream_dtype,
         "compile": settings.model.compile,
+        "interrupted": stopper.interrupted,
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
         **figures(
             metrics.rows,

@@ -68,6 +68,8 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
         sentence = " ".join(str(error).split())
         raise UserError(sentence, *_norm_problems(first.norm)) from None
     settings.name = name or settings.name or f"{Path(config).stem}-{settings.norm}"
+    if Path(settings.name).name != settings.name:
+        raise UserError(f"The name {settings.name!r} is not that of a directory inside another.")
     if settings.trainer.precision is None:
         settings.trainer.precision = _default_precision(settings.trainer.accelerator)
     return parser, settings

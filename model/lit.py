@@ -4,6 +4,13 @@ import math
 from collections.abc import Iterable
 
 import torch
+from jsonargparse.typing import (
+    ClosedUnitInterval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    OpenUnitInterval,
+    PositiveFloat,
+)
 from lightning import LightningModule
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -49,12 +56,12 @@ class LitGPT(LightningModule):
         norm_eps: float = 1e-6,
         qk_norm: bool = False,
         stream_dtype: str = "float32",
-        lr: float = 1e-3,
-        min_lr_ratio: float = 0.1,
-        warmup_steps: int = 100,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        grad_clip: float = 1.0,
+        lr: PositiveFloat = 1e-3,
+        min_lr_ratio: ClosedUnitInterval = 0.1,
+        warmup_steps: NonNegativeInt = 100,
+        weight_decay: NonNegativeFloat = 0.1,
+        betas: tuple[OpenUnitInterval, OpenUnitInterval] = (0.9, 0.95),
+        grad_clip: NonNegativeFloat = 1.0,
         compile: bool = False,
     ) -> None:
         super().__init__()
@@ -90,8 +97,9 @@ class LitGPT(LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss = self.val_loss.compute()
         self.val_loss.reset()
-        self.log("val_loss", loss, logger=False)
-        self.log("val_perplexity", loss.exp(), logger=False)
+        # The mean is over all ranks already; the Recorder logs it beside the training metrics.
+        self.log("val_loss", loss, logger=False, sync_dist=True)
+        self.log("val_perplexity", loss.exp(), logger=False, sync_dist=True)
 
     def optimizer(self) -> AdamW:
         """AdamW over two groups: matrices, which decay, and everything else, which does not.

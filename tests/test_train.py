@@ -104,6 +104,7 @@ def test_a_run_leaves_everything_that_is_promised(run, tmp_path, capsys):
     assert summary["tokens_per_step"] == 2 * 16
     assert summary["train_loss"] < summary["first_train_loss"]
     assert summary["mfu"] is None
+    assert not summary["interrupted"]
     assert summary["environment"]["gpu"] == "n/a" or torch.cuda.is_available()
     assert set(losses(folder)) == set(range(1, 13))
     assert set(losses(folder, "val_loss")) == {4, 8, 12}
@@ -163,6 +164,7 @@ def test_ctrl_c_twice_stops_at_once_and_still_summarises(run, tmp_path):
     assert run(*interrupt(3, times=2)) == 130
     summary = json.loads((tmp_path / "small-eager" / "summary.json").read_text())
     assert summary["steps"] == 2
+    assert summary["interrupted"]
     assert set(losses(tmp_path / "small-eager")) == {1, 2}
 
 
@@ -207,6 +209,8 @@ BAD_INPUT = {
     "odd head dimension": (["--model.n_embd", "10"], ["10 / 2 = 5", "even"]),
     "unknown flag and norm": (["--model.nosuch", "1", "--norm", "foo"], ["model.nosuch", "'foo'"]),
     "wrong type": (["--model.n_head", "two"], ["model.n_head", "two"]),
+    "learning rate": (["--model.lr", "-1"], ["model.lr", "-1"]),
+    "name": (["--name", "a/b"], ["'a/b'"]),
     "size": (["--model.n_layer", "0"], ["n_layer is 0"]),
     "stream dtype": (["--model.stream_dtype", "float8"], ["'float8'", "float32 or bfloat16"]),
     "stream and precision": (
