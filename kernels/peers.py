@@ -60,7 +60,7 @@ def liger() -> Norm:
 
 def quack() -> Norm:
     """QuACK's rmsnorm, with the residual, its dtype and the output dtype passed through."""
-    rmsnorm = _import("quack", "quack.rmsnorm").rmsnorm
+    rmsnorm = _import("quack", "quack").rmsnorm
 
     def rms_norm(x, weight=None, eps=1e-6, *, out_dtype=None) -> Tensor:
         check_arguments(x, None, weight, eps, out_dtype)

@@ -42,7 +42,7 @@ def clocks() -> dict[str, str]:
         "clocks.mem",
         "clocks.max.sm",
         "clocks.max.mem",
-        "clocks_throttle_reasons.active",
+        "clocks_event_reasons.active",
         "temperature.gpu",
     )
 
