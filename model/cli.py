@@ -15,7 +15,7 @@ from data import SOURCES, TextDataModule
 from kernels import load_norm
 from model.files import newest_run
 from model.gpt import config_problems
-from model.lit import LitGPT
+from model.lit import LitGPT, optimizer_problems
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TRAINER_DEFAULTS = {
@@ -185,6 +185,7 @@ def checked_data(settings: Namespace) -> TextDataModule:
     problems += config_problems(
         **settings.model, context=settings.data.context, vocab_size=vocab_size
     )
+    problems += optimizer_problems(**settings.model)
     # To fetch and read a named source takes long and there is nothing wrong with it.
     if data is not None and (not problems or settings.data.source not in SOURCES):
         try:

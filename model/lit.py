@@ -4,13 +4,6 @@ import math
 from collections.abc import Iterable
 
 import torch
-from jsonargparse.typing import (
-    ClosedUnitInterval,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OpenUnitInterval,
-    PositiveFloat,
-)
 from lightning import LightningModule
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -42,7 +35,8 @@ class LitGPT(LightningModule):
         compile: Whether the whole model runs through torch.compile.
 
     Raises:
-        ValueError: naming everything that is wrong with the model's shape, one sentence a line.
+        ValueError: naming everything that is wrong with the model's shape, one sentence a line,
+            or with the optimizer's settings.
     """
 
     def __init__(
@@ -56,16 +50,18 @@ class LitGPT(LightningModule):
         norm_eps: float = 1e-6,
         qk_norm: bool = False,
         stream_dtype: str = "float32",
-        lr: PositiveFloat = 1e-3,
-        min_lr_ratio: ClosedUnitInterval = 0.1,
-        warmup_steps: NonNegativeInt = 100,
-        weight_decay: NonNegativeFloat = 0.1,
-        betas: tuple[OpenUnitInterval, OpenUnitInterval] = (0.9, 0.95),
-        grad_clip: NonNegativeFloat = 1.0,
+        lr: float = 1e-3,
+        min_lr_ratio: float = 0.1,
+        warmup_steps: int = 100,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        grad_clip: float = 1.0,
         compile: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        if problems := optimizer_problems(**self.hparams):
+            raise ValueError("\n".join(problems))
         self.gpt = GPT(
             GPTConfig(
                 n_layer=n_layer,
@@ -140,6 +136,21 @@ class LitGPT(LightningModule):
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
         self.grad_norm = clip_gradients(self.gpt.parameters(), self.hparams.grad_clip)
+
+
+def optimizer_problems(
+    *, lr, min_lr_ratio, warmup_steps, weight_decay, betas, grad_clip, **_
+) -> list[str]:
+    """One sentence for everything that is wrong with these values of LitGPT."""
+    rules = [
+        ("lr", lr, lr > 0, "above 0"),
+        ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "from 0 to 1"),
+        ("warmup_steps", warmup_steps, warmup_steps >= 0, "at least 0"),
+        ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+        ("betas", betas, all(0 <= beta < 1 for beta in betas), "each at least 0 and below 1"),
+        ("grad_clip", grad_clip, grad_clip >= 0, "at least 0"),
+    ]
+    return [f"{name} is {value}; it has to be {rule}." for name, value, ok, rule in rules if not ok]
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

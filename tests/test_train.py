@@ -209,7 +209,10 @@ BAD_INPUT = {
     "odd head dimension": (["--model.n_embd", "10"], ["10 / 2 = 5", "even"]),
     "unknown flag and norm": (["--model.nosuch", "1", "--norm", "foo"], ["model.nosuch", "'foo'"]),
     "wrong type": (["--model.n_head", "two"], ["model.n_head", "two"]),
-    "learning rate": (["--model.lr", "-1"], ["model.lr", "-1"]),
+    "optimizer": (
+        ["--model.lr", "-1", "--model.betas", "[0.9, 1.0]"],
+        ["lr is -1", "betas is (0.9, 1.0)"],
+    ),
     "name": (["--name", "a/b"], ["'a/b'"]),
     "size": (["--model.n_layer", "0"], ["n_layer is 0"]),
     "stream dtype": (["--model.stream_dtype", "float8"], ["'float8'", "float32 or bfloat16"]),
