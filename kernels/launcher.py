@@ -5,39 +5,64 @@ eager training that is most of what a norm costs the host, so the compiled kerne
 by what the specialisation depends on, and launched directly.
 """
 
-import torch
+import triton
 from torch import Tensor
+from triton import knobs
 
 from kernels import interpreter
 
 _compiled = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], args: tuple, constants: dict, options: dict) -> None:
-    """Run kernel[grid](*args, **constants, **options).
+def launch(
+    kernel,
+    device: int,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor | None, ...],
+    integers: tuple[int, ...],
+    constants: dict,
+    options: dict,
+) -> None:
+    """Run kernel[grid](*tensors, *integers, **constants, **options) on the current device.
 
     Args:
         kernel: a @triton.jit function whose integer arguments are in its do_not_specialize.
-        args: its leading arguments, tensors, None and integers.
+        device: index of the current device.
+        tensors, integers: its leading arguments.
         constants: its constexpr arguments, in the order of its signature.
         options: the compiler's, such as num_warps.
     """
     if interpreter.INTERPRETED:
         interpreter.announce()
-        kernel[grid](*args, **constants, **options)
+        kernel[grid](*tensors, *integers, **constants, **options)
         return
-    key = (
-        kernel.fn,
-        torch.cuda.current_device(),
-        *map(_specialisation, args),
+    # Triton specialises on dtypes, 16-byte alignment and integers beyond 32 bits. Only the usual
+    # case of the last two is looked up here.
+    addresses = 0
+    for tensor in tensors:
+        if tensor is not None:
+            addresses |= tensor.data_ptr()
+    usual = addresses % 16 == 0 and max(integers) < 2**31
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+    key = (kernel.fn, device, *dtypes, *constants.values(), *options.values())
+    compiled = _compiled.get(key) if usual else None
+    if compiled is None or knobs.runtime.launch_enter_hook.calls:
+        compiled = kernel[grid](*tensors, *integers, **constants, **options)
+        if usual:
+            _compiled[key] = compiled
+        return
+    compiled.run(
+        *grid,
+        triton.runtime.driver.active.get_current_stream(device),
+        compiled.function,
+        compiled.packed_metadata,
+        None,  # launch metadata and the two hooks are for profilers, which take the way above
+        None,
+        None,
+        *tensors,
+        *integers,
         *constants.values(),
-        *options.values(),
     )
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*args, **constants, **options)
-    else:
-        compiled[grid](*args, *constants.values())
 
 
 def forget() -> None:
@@ -48,10 +73,3 @@ def forget() -> None:
 def spills(kernel) -> int:
     """The most registers that a thread of any compiled version of the kernel spills to memory."""
     return max(found.n_spills for (fn, *_), found in _compiled.items() if fn is kernel.fn)
-
-
-def _specialisation(arg: Tensor | int | None):
-    """What Triton compiles a kernel anew for: dtype, 16-byte alignment, integers over 32 bits."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return arg is None or arg >= 2**31

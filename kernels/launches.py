@@ -144,11 +144,11 @@ def tiles_that_fit(tile_bytes: int, programs_per_sm: int, shared_memory: int) ->
 
 
 @functools.cache
-def reduce_launch(n: int) -> Launch:
-    """Launch of the kernel that adds the programs' partial sums of dw."""
+def reduce_launch(n: int, partials: int) -> Launch:
+    """Launch of the kernel that adds up to so many partial sums of dw, all loaded at once."""
     if INTERPRETED:
         return Launch(64, min(triton.next_power_of_2(n), INTERPRETED_TILE // 64), warps=4)
-    return Launch(64, 8, warps=4)
+    return Launch(min(triton.next_power_of_2(partials), 1024), 16, warps=8)
 
 
 def tuned_file() -> Path:

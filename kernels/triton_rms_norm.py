@@ -33,9 +33,13 @@ INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
 _INTEGERS = ["n_rows", "size1", "size2", "stride0", "stride1", "stride2"]
 
 
-def _on(device: torch.device):
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _on(device: int):
     """Makes the tensors' GPU the current one, since Triton launches on that."""
-    if interpreter.INTERPRETED or device.index == torch.cuda.current_device():
+    if interpreter.INTERPRETED or device == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
@@ -98,11 +102,14 @@ def forward(x, residual, weight, eps, out_dtype, save_rstd) -> list[Tensor]:
     if rows:
         h_dtype = x.dtype if h is None else h.dtype
         tile = forward_launch(x.device, n, h_dtype, out_dtype, compute)
-        with _on(x.device):
+        device = x.get_device()
+        with _on(device):
             launch(
                 _forward_kernel,
-                (triton.cdiv(rows, tile.rows), 1, 1),
-                (x, residual, weight, y, h, rstd, rows, *layout.args),
+                device,
+                (_blocks(rows, tile.rows), 1, 1),
+                (x, residual, weight, y, h, rstd),
+                (rows, *layout.args),
                 {
                     "N": n,
                     "EPS": float(eps),
@@ -200,9 +207,9 @@ def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tenso
 
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
-    blocks = triton.cdiv(n, tile.columns)
+    blocks = _blocks(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
-    programs = min(wave, triton.cdiv(rows, tile.rows))
+    programs = min(wave, _blocks(rows, tile.rows))
     partial = dw if programs == 1 else rstd.new_empty(programs, n) if need_dw else None
     dependent = need_dw and programs > 1 and properties.dependent_launch
     constants = {
@@ -213,16 +220,20 @@ def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tenso
         "COLUMNS": tile.columns,
     }
     options = {"num_warps": tile.warps}
-    with _on(h.device):
+    device = h.get_device()
+    with _on(device):
         projection = None
         if blocks > 1 and dx is not None:
             projection = torch.empty_like(rstd)
-            args = (dy, h, weight, rstd, projection, *layout.args)
-            launch(_projection_kernel, (rows, 1, 1), args, constants, options)
+            tensors = (dy, h, weight, rstd, projection)
+            grid = (rows, 1, 1)
+            launch(_projection_kernel, device, grid, tensors, layout.args, constants, options)
         launch(
             _backward_kernel,
+            device,
             (programs, blocks, 1),
-            (dy, dh, h, weight, rstd, projection, dx, dr, partial, rows, *layout.args),
+            (dy, dh, h, weight, rstd, projection, dx, dr, partial),
+            (rows, *layout.args),
             constants
             | {
                 "HAS_DH": dh is not None,
@@ -236,11 +247,13 @@ def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tenso
             options,
         )
         if need_dw and programs > 1:
-            reduce = reduce_launch(n)
+            reduce = reduce_launch(n, wave)
             launch(
                 _reduce_kernel,
-                (triton.cdiv(n, reduce.columns), 1, 1),
-                (partial, dw, programs),
+                device,
+                (_blocks(n, reduce.columns), 1, 1),
+                (partial, dw),
+                (programs,),
                 {"N": n, "ROWS": reduce.rows, "COLUMNS": reduce.columns, "DEPENDENT": dependent},
                 {"num_warps": reduce.warps} | ({"launch_pdl": True} if dependent else {}),
             )
@@ -314,7 +327,7 @@ def _backward_kernel(
                     dr_ptr + row * N + column, _round(dx, dr_ptr.dtype.element_ty), mask=inside
                 )
 
-    if DEPENDENT:
+    if DEPENDENT:  # the reducing kernel may take its place on multiprocessors that are done
         gdc_launch_dependents()
     if WRITE_DW:
         dw = _round(_sum(dw, 0), partial_ptr.dtype.element_ty)

@@ -60,13 +60,13 @@ class Search:
         forward = self.direction == "forward"
         read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
         for tile in (columns * 2**i for i in range(8)):
-            for warps in (2, 4, 8, 16, 32):
+            for warps in (1, 2, 4, 8, 16, 32):
                 if not (512 <= tile <= 16384 and 8 <= tile // (32 * warps) <= 32):
                     continue
                 if forward:
                     yield Launch(tile // columns, columns, warps)
                     continue
-                for programs in (1, 2, 3, 4, 6, 8):
+                for programs in (1, 2, 3, 4, 6, 8, 12):
                     fit = launches.tiles_that_fit(tile * read, programs, gpu.shared_memory)
                     if programs * warps <= 64:
                         for stages in range(2, min(4, fit + 1) + 1):

@@ -31,9 +31,12 @@ def oracle(
 
     dtypes["compute"] is the dtype of the arithmetic; h and the gradients are taken as exact.
     Where the norm's own gradient is rounded to dtypes["between"] before dh is added to it, as
-    autograd does for the definition, that rounding counts too.
+    autograd does for the definition, that rounding counts too; and where the norm may read h
+    before it is rounded to dtypes["unrounded"], the rounding of h does.
     """
     unit = ARITHMETIC * torch.finfo(dtypes["compute"]).eps
+    if "unrounded" in dtypes:
+        unit += torch.finfo(dtypes["unrounded"]).eps
     h, dy = h.double(), dy.double()
     dh = torch.zeros_like(h) if dh is None else dh.double()
     w = torch.ones_like(h[..., :1]) if weight is None else weight.double()
