@@ -19,19 +19,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
 from model import LitGPT
-from model.callbacks import (
-    AtomicCheckpointIO,
-    EventsFile,
-    LastCheckpoint,
-    LiveProgress,
-    MetricsFile,
-    Recorder,
-    Sampler,
-    Stopper,
-)
-from model.cli import UserError, checked_data, last_run, parse, read_checkpoint
+from model.callbacks import LiveProgress, Recorder, Sampler, Stopper
+from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
+from model.cli import UserError, checked_data, last_run, parse
 from model.environment import environment
 from model.files import create_run, replacing
+from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, figures, plot_loss, table, write_json
 
@@ -58,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(parser: ArgumentParser, settings: Namespace) -> int:
+    """One run from checked settings to the summary; returns the exit status."""
     ready = parser.instantiate(settings)  # callbacks, loggers, ... that a config names
     data = checked_data(ready)
     seed_everything(settings.seed_everything, verbose=False)
@@ -68,12 +62,11 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     save_config(parser, settings, run)
     recorder, stopper, sampler = Recorder(), Stopper(), Sampler(data.tokenizer)
     metrics = MetricsFile(run / "metrics.csv", resume_step)
-    trainer = build_trainer(
-        ready.trainer,
-        run,
-        loggers=[metrics, EventsFile(run, resume_step)],
-        callbacks=[recorder, stopper, sampler],
-    )
+    callbacks = [stopper, recorder, sampler]
+    if ready.trainer.enable_progress_bar is not False:
+        callbacks.append(LiveProgress(recorder))
+    loggers = [metrics, EventsFile(run, resume_step)]
+    trainer = build_trainer(ready.trainer, run, loggers, callbacks)
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:  # Lightning's answer to a Ctrl-C that could not wait
@@ -114,10 +107,7 @@ def save_config(parser: ArgumentParser, settings: Namespace, run: Path) -> None:
 
 
 def build_trainer(options: Namespace, run: Path, loggers: list, callbacks: list) -> Trainer:
-    """The Trainer that `options` describe, with what every run has added to it."""
-    recorder = callbacks[0]
-    if options.enable_progress_bar is not False:
-        callbacks = [*callbacks, LiveProgress(recorder)]
+    """The Trainer that `options` describe, with our loggers, callbacks and checkpoints added."""
     if options.enable_checkpointing is not False:
         best = ModelCheckpoint(
             run, filename="best", monitor="val_loss", enable_version_counter=False

@@ -1,26 +1,19 @@
-"""What goes on around the training steps: timing, logging, live progress, stopping, sampling."""
+"""What goes on around the training steps: timing, live progress, stopping, sampling."""
 
-import csv
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiktoken import Encoding
 
-from model.files import replacing
-
 SECONDS_BETWEEN_LINES = 10  # of progress where there is no terminal
-SECONDS_BETWEEN_WRITES = 10  # of metrics.csv
 
 
 class Recorder(Callback):
@@ -75,7 +68,7 @@ class Recorder(Callback):
         self.tokens_per_step = self._tokens * trainer.world_size
         loss = torch.stack(self._losses).mean()
         self._losses, self._tokens = [], 0
-        if self._steps_done == 1 or is_log_step(trainer):
+        if is_log_step(trainer):
             self._log_row(trainer, pl_module, loss)
 
     def _log_row(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -129,9 +122,9 @@ class Recorder(Callback):
 
 
 def is_log_step(trainer: Trainer) -> bool:
-    """Whether the step that just ended is one to log: every n-th, and the last of all."""
+    """Whether the step that just ended is one to log: the first, every n-th, and the last."""
     step = trainer.global_step
-    return step % trainer.log_every_n_steps == 0 or step == trainer.max_steps
+    return step == 1 or step % trainer.log_every_n_steps == 0 or trainer.should_stop
 
 
 def _mark(device: torch.device) -> Any:
@@ -153,7 +146,7 @@ class Stopper(Callback):
     """Ends training in good order: with a validation and a checkpoint of the very last step.
 
     That is so after `max_steps` and after Ctrl-C, which lets the running step finish. A second
-    Ctrl-C interrupts at once.
+    Ctrl-C interrupts at once. Comes before the Recorder, which logs the last step.
 
     Attributes:
         interrupted: Whether Ctrl-C was pressed.
@@ -300,100 +293,3 @@ class LiveProgress(ProgressBar):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-
-class MetricsFile(Logger):
-    """A CSV file with one row a logged step: training and validation metrics side by side.
-
-    Lightning's CSVLogger gives them a row each, and starts an existing file anew.
-
-    Attributes:
-        rows: Metrics by step.
-    """
-
-    def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """With `resume_step`, the rows up to that step are kept from the file."""
-        super().__init__()
-        self.path = path
-        self.rows: dict[int, dict[str, float]] = {}
-        self._last_write = time.monotonic()
-        if resume_step is not None and path.exists():
-            self.rows = {s: row for s, row in read_metrics(path).items() if s <= resume_step}
-
-    name = version = None
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """They are in config.yaml."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.setdefault(step, {}).update(metrics)
-
-    def save(self) -> None:
-        if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
-            self._write()
-
-    def finalize(self, status: str) -> None:
-        self._write()
-
-    @rank_zero_only
-    def _write(self) -> None:
-        self._last_write = time.monotonic()
-        columns = dict.fromkeys(key for row in self.rows.values() for key in row)
-        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["step", *columns])
-            writer.writeheader()
-            writer.writerows({"step": step, **row} for step, row in sorted(self.rows.items()))
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The rows of a metrics.csv by step, without the cells that are empty."""
-    with path.open(newline="") as file:
-        return {
-            int(row.pop("step")): {key: float(value) for key, value in row.items() if value}
-            for row in csv.DictReader(file)
-        }
-
-
-class EventsFile(TensorBoardLogger):
-    """TensorBoard events straight in the run's directory, whose config.yaml is already there."""
-
-    NAME_HPARAMS_FILE = "config.yaml"
-
-    def __init__(self, run: Path, resume_step: int | None = None) -> None:
-        purge = {} if resume_step is None else {"purge_step": resume_step + 1}
-        super().__init__(run, name="", version="", default_hp_metric=False, **purge)
-
-
-class LastCheckpoint(Checkpoint):
-    """Saves last.ckpt after every validation, and at the end where there is no validation."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._saved_step = -1
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._save(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._save(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
-        if trainer.global_step != self._saved_step:
-            trainer.save_checkpoint(self.path)
-            self._saved_step = trainer.global_step
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place and renames it.
-
-    Lightning's own goes through the system's temporary directory, from which a move to another
-    file system is a copy, and a copy can be cut short.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options=None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            torch.save(checkpoint, temporary)

@@ -1,8 +1,6 @@
 """The command line of train.py: one parser for flags and YAML, and one list of what is wrong."""
 
 import argparse
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,6 @@ TRAINER_DEFAULTS = {
 }
 
 
-class UserError(Exception):
-    """Sentences, one an argument, that tell a user what to change."""
-
-
 # For a Trainer that is built only to hear what is wrong with its other options.
 PLAIN = {
     "callbacks": None,
@@ -40,6 +34,10 @@ PLAIN = {
     "enable_progress_bar": False,
     "logger": False,
 }
+
+
+class UserError(Exception):
+    """Sentences, one an argument, that tell a user what to change."""
 
 
 def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
@@ -211,11 +209,19 @@ def _trainer_problems(settings: Namespace) -> list[str]:
     try:
         Trainer(**{**trainer, **PLAIN})
     except (MisconfigurationException, ValueError, TypeError) as error:
-        problems.append(str(error))
+        problems.append(" ".join(str(error).split()))
     if trainer.max_steps < 1:
         problems.append(
             "trainer.max_steps has to be at least 1: training data never ends and the learning "
             "rate's schedule needs to know its last step."
+        )
+    if trainer.log_every_n_steps < 1:
+        problems.append("trainer.log_every_n_steps has to be at least 1.")
+    interval, micro_batches = trainer.val_check_interval, trainer.accumulate_grad_batches
+    if isinstance(interval, int) and interval % micro_batches:
+        problems.append(
+            f"trainer.val_check_interval is {interval} micro-batches, which is not a whole number "
+            f"of steps of {micro_batches} (trainer.accumulate_grad_batches)."
         )
     if trainer.gradient_clip_val is not None:
         problems.append(
@@ -228,36 +234,3 @@ def _trainer_problems(settings: Namespace) -> list[str]:
             f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
         )
     return problems
-
-
-def read_checkpoint(path: Path, model: LitGPT) -> int:
-    """Number of steps that the checkpoint at `path` was trained for, if it fits `model`.
-
-    Raises:
-        UserError: if it is no checkpoint of this project or holds a model of another shape.
-    """
-    if not path.is_file():
-        raise UserError(f"There is no checkpoint {path}.")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        step, weights = checkpoint["global_step"], checkpoint["state_dict"]
-    except (
-        RuntimeError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        KeyError,
-        TypeError,
-        EOFError,
-    ):
-        raise UserError(f"{path} is not a checkpoint of train.py.") from None
-    saved, asked = checkpoint.get("hyper_parameters", {}), model.hparams
-    if problems := [
-        f"{path} has {key} {saved[key]}, but {asked[key]} is asked for."
-        for key in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "qk_norm")
-        if key in saved and saved[key] != asked[key]
-    ]:
-        raise UserError(*problems)
-    shapes = {key: weight.shape for key, weight in model.state_dict().items()}
-    if shapes != {key: weight.shape for key, weight in weights.items()}:
-        raise UserError(f"The weights in {path} are not those of this model.")
-    return step

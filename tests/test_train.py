@@ -13,7 +13,7 @@ import yaml
 from lightning import Callback
 
 import train
-from model.callbacks import read_metrics
+from model.loggers import read_metrics
 
 ROOT = Path(train.__file__).parent
 
@@ -160,6 +160,11 @@ def test_a_checkpoint_given_by_its_path_starts_a_new_run(run, tmp_path):
     assert (tmp_path / "second" / "best.ckpt").exists()
 
 
+def test_the_first_and_the_last_step_are_logged_whatever_the_interval(run, tmp_path):
+    assert run("--trainer.log_every_n_steps", "5", *interrupt(8)) == 130
+    assert set(losses(tmp_path / "small-eager")) == {1, 5, 8}
+
+
 def test_ctrl_c_twice_stops_at_once_and_still_summarises(run, tmp_path):
     assert run(*interrupt(3, times=2)) == 130
     summary = json.loads((tmp_path / "small-eager" / "summary.json").read_text())
@@ -223,6 +228,10 @@ BAD_INPUT = {
     "clipping and no end": (
         ["--trainer.gradient_clip_val", "1", "--trainer.max_steps", "-1"],
         ["model.grad_clip", "max_steps has to be at least 1"],
+    ),
+    "validation within a step": (
+        ["--trainer.accumulate_grad_batches", "3", "--trainer.log_every_n_steps", "0"],
+        ["val_check_interval is 4", "steps of 3", "log_every_n_steps"],
     ),
     "trainer": (["--trainer.val_check_interval", "often"], ["val_check_interval"]),
     "source and tokenizer": (

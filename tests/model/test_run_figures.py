@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from model import GPT, GPTConfig
-from model.callbacks import MetricsFile, read_metrics
 from model.environment import environment
 from model.files import create_run, newest_run, replacing
+from model.loggers import MetricsFile, read_metrics
 from model.mfu import flops_per_token, mfu, peak_flops
 from model.summary import figures, quantiles, table, write_json
 
