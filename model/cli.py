@@ -218,7 +218,9 @@ def _trainer_problems(settings: Namespace) -> list[str]:
     if trainer.log_every_n_steps < 1:
         problems.append("trainer.log_every_n_steps has to be at least 1.")
     interval, micro_batches = trainer.val_check_interval, trainer.accumulate_grad_batches
-    if isinstance(interval, int) and interval % micro_batches:
+    if micro_batches < 1:
+        problems.append("trainer.accumulate_grad_batches has to be at least 1.")
+    elif isinstance(interval, int) and interval % micro_batches:
         problems.append(
             f"trainer.val_check_interval is {interval} micro-batches, which is not a whole number "
             f"of steps of {micro_batches} (trainer.accumulate_grad_batches)."
