@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,7 @@ from kernels.bench.timing import Arm, Timer
 from kernels.launches import Launch
 
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192)
-FORMS = ("norm", "add", "mixed")
+FORMS = ("norm", "add", "mixed", "norm32", "add32")
 CHECKED_ROWS = 3001
 FINALISTS = 6
 
@@ -56,21 +57,23 @@ class Search:
 
     def candidates(self, gpu: launches.Gpu) -> Iterator[Launch]:
         """Launches with 8 to 32 elements a thread whose tiles of prefetch fit shared memory."""
-        columns = triton.next_power_of_2(self.case.n)
-        forward = self.direction == "forward"
+        n, forward = self.case.n, self.direction == "forward"
         read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
-        for tile in (columns * 2**i for i in range(8)):
-            for warps in (1, 2, 4, 8, 16, 32):
-                if not (512 <= tile <= 16384 and 8 <= tile // (32 * warps) <= 32):
+        whole = triton.next_power_of_2(n)
+        blocks = (2048, 4096, 8192) if n > 8192 and not forward else ()
+        for columns in (*blocks, *([whole] if whole <= (32768 if forward else 16384) else [])):
+            for rows, warps in product((2**i for i in range(8)), (1, 2, 4, 8, 16, 32)):
+                tile = rows * columns
+                if not (512 <= tile <= max(16384, columns) and 8 <= tile // (32 * warps) <= 32):
                     continue
                 if forward:
-                    yield Launch(tile // columns, columns, warps)
+                    yield Launch(rows, columns, warps)
                     continue
                 for programs in (1, 2, 3, 4, 6, 8, 12):
                     fit = launches.tiles_that_fit(tile * read, programs, gpu.shared_memory)
                     if programs * warps <= 64:
                         for stages in range(2, min(4, fit + 1) + 1):
-                            yield Launch(tile // columns, columns, warps, programs, stages)
+                            yield Launch(rows, columns, warps, programs, stages)
 
 
 def main(argv: list[str]) -> int:
@@ -114,13 +117,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--n",
         type=lambda text: [int(n) for n in text.split(",")],
         default=WIDTHS,
-        help="row lengths up to 16384, comma-separated; those of common models by default",
+        help="row lengths up to 32768, comma-separated; those of common models by default",
     )
     parser.add_argument(
         "--forms",
         type=lambda text: text.split(","),
         default=FORMS,
-        help="norm and add: all bfloat16; mixed: bfloat16 branch, float32 stream and weight",
+        help="norm, add: all bfloat16; norm32, add32: all float32; mixed: bfloat16 branch and "
+        "output, float32 stream and weight; all of them by default",
     )
     parser.add_argument(
         "--out",
@@ -131,8 +135,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.forms) - set(FORMS):
         parser.error(f"--forms: there is no {', '.join(unknown)}; there are {', '.join(FORMS)}")
-    if wrong := [n for n in arguments.n if not 1 <= n <= 16384]:
-        parser.error(f"--n: {wrong} is outside of 1 to 16384")
+    if wrong := [n for n in arguments.n if not 1 <= n <= 32768]:
+        parser.error(f"--n: {wrong} is outside of 1 to 32768")
     return arguments
 
 
@@ -141,15 +145,16 @@ def all_searches(widths: Iterable[int], forms: Iterable[str]) -> Iterator[Search
     rows = {n: rows for rows, n in DESIGN_SHAPES}
     for n in widths:
         shape = (rows.get(n, default_rows(n, "bfloat16")), n)
+        mixed = ("bfloat16", "float32", "float32", "bfloat16")
         cases = {
             "norm": norm_case("tune", *shape),
             "add": add_case("tune", *shape),
-            "mixed": Case(
-                "tune", "add_rms_norm", *shape, "bfloat16", "float32", "float32", "bfloat16"
-            ),
+            "mixed": Case("tune", "add_rms_norm", *shape, *mixed),
+            "norm32": norm_case("tune", *shape, "float32"),
+            "add32": add_case("tune", *shape, "float32"),
         }
         for form in forms:
-            if form != "add":
+            if not form.startswith("add"):
                 yield Search(cases[form], "forward")
             yield Search(cases[form], "backward")
 
