@@ -186,19 +186,12 @@ def read_launches(file: Path) -> dict[str, dict[str, Launch]]:
     return found
 
 
-def use(device: torch.device, key: str, launch: Launch) -> None:
-    """Launch so from now on, in this process."""
-    _launches(device)[key] = launch
-    forward_launch.cache_clear()
-    backward_launch.cache_clear()
-
-
-def _lookup(device: torch.device, key: str) -> Launch | None:
-    return None if INTERPRETED else _launches(device).get(key)
-
-
 @functools.cache
-def _launches(device: torch.device) -> dict[str, Launch]:
+def known_launches(device: torch.device) -> dict[str, Launch]:
+    """Launches by key for a GPU: those measured for its architecture, then those tuned on it.
+
+    A tuned file that cannot be read is said to be so, and left out.
+    """
     measured = MEASURED / f"{gpu(device).architecture}.json"
     found = {}
     if measured.exists():
@@ -210,6 +203,17 @@ def _launches(device: torch.device) -> dict[str, Launch]:
         except (OSError, ValueError) as error:
             log.warning("Tuned launches are not used: %s. Tune again, or delete the file.", error)
     return found
+
+
+def use(device: torch.device, key: str, launch: Launch) -> None:
+    """Launch so from now on, in this process."""
+    known_launches(device)[key] = launch
+    forward_launch.cache_clear()
+    backward_launch.cache_clear()
+
+
+def _lookup(device: torch.device, key: str) -> Launch | None:
+    return None if INTERPRETED else known_launches(device).get(key)
 
 
 def _name(dtype: torch.dtype) -> str:

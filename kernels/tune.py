@@ -106,7 +106,11 @@ def main(argv: list[str]) -> int:
                 f"{search.key}: {us:.1f} us (was {before:.1f}) {best}", highlight=False
             )
             bar.advance(task)
-    save(found, device, arguments.out)
+    try:
+        save(found, device, arguments.out)
+    except (OSError, ValueError) as error:
+        print(f"The launches could not be written: {error}", file=sys.stderr)
+        return 2
     print(f"{len(found)} launches for {launches.tuned_for(device)} are in {arguments.out}")
     return 0
 

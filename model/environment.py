@@ -8,19 +8,21 @@ from pathlib import Path
 
 import torch
 
+from kernels.bench.environment import NOT_AVAILABLE, git_revision
+
 
 def environment() -> dict[str, str]:
     """GPU, driver, package versions, git revision and date; "n/a" for what cannot be found out."""
     cuda = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name() if cuda else "n/a",
+        "gpu": torch.cuda.get_device_name() if cuda else NOT_AVAILABLE,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if cuda
-        else "n/a",
+        else NOT_AVAILABLE,
         "cpu": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         **{package: _version(package) for package in ("torch", "triton", "lightning")},
-        "git_revision": _output("git", "describe", "--always", "--dirty", "--abbrev=40"),
+        "git_revision": git_revision(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -29,7 +31,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "n/a"
+        return NOT_AVAILABLE
 
 
 def _output(*command: str) -> str:
@@ -39,5 +41,5 @@ def _output(*command: str) -> str:
             command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
-        return "n/a"
-    return result.stdout.strip().splitlines()[0] if result.stdout.strip() else "n/a"
+        return NOT_AVAILABLE
+    return result.stdout.strip().splitlines()[0] if result.stdout.strip() else NOT_AVAILABLE
