@@ -1,0 +1,138 @@
+"""What all parts of a comparison share: same weights, same batches, one step."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from data import TextDataModule
+from model.lit import LitGPT, clip_gradients
+
+SCOPES = ("eager", "compiled")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One comparison: a model, its data and the norms that take turns in it.
+
+    Args:
+        model: LitGPT's arguments, without norm and compile.
+        data: Set up, so that train_batch and val_dataloader work.
+        norms: What load_norm takes; the first one is the baseline.
+        scope: "eager", or "compiled" for the whole model through torch.compile.
+        precision: Lightning's name, one of PRECISIONS.
+        device: Where everything runs.
+        max_steps: Optimizer steps of a training, as the config has them.
+        seed: Of the weights.
+        name: Of the comparison.
+        config: Everything above in plain values, from which `from_config` makes it again.
+    """
+
+    model: dict
+    data: TextDataModule
+    norms: tuple[str, ...]
+    scope: str
+    precision: str
+    device: torch.device
+    max_steps: int
+    seed: int
+    name: str
+    config: dict
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.batch_size * self.data.context
+
+    @property
+    def baseline(self) -> str:
+        return self.norms[0]
+
+    def with_scope(self, scope: str) -> "Settings":
+        """These settings in another scope."""
+        return dataclasses.replace(self, scope=scope, config={**self.config, "scope": scope})
+
+
+def from_config(config: dict, data: TextDataModule | None = None) -> Settings:
+    """Settings from their plain values, in this process or in one that it starts.
+
+    Args:
+        config: Keys model and data (arguments of LitGPT and TextDataModule), norms, scope,
+            precision, device, max_steps, seed and name.
+        data: The data of this config where it is set up already.
+
+    Raises:
+        ValueError: for wrong data, with a sentence a line.
+    """
+    if data is None:
+        data = TextDataModule(**config["data"])
+        data.setup("fit")
+    model = {key: value for key, value in config["model"].items() if key != "compile"}
+    return Settings(
+        model={**model, "context": data.context, "vocab_size": data.vocab_size},
+        data=data,
+        norms=tuple(config["norms"]),
+        scope=config["scope"],
+        precision=config["precision"],
+        device=torch.device(config["device"]),
+        max_steps=config["max_steps"],
+        seed=config["seed"],
+        name=config["name"],
+        config=config,
+    )
+
+
+def make_model(settings: Settings, norm: str, seed: int) -> LitGPT:
+    """A model on the device that depends on `seed` alone: every norm gets the same weights."""
+    if settings.scope == "compiled":
+        # Models share the code that Dynamo compiles, each norm is one version of it: more than
+        # there may be of them would run uncompiled, with no more than a warning.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lit = LitGPT(**settings.model, norm=norm, compile=settings.scope == "compiled")
+    return lit.to(settings.device)
+
+
+def make_step(settings: Settings, lit: LitGPT, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+    """One training step as a function of its batch, int64 (B, context + 1); returns the loss.
+
+    The step of `train.py` without a Trainer: forward under the precision's autocast, backward,
+    clipping, optimizer. One micro-batch a step. Nothing in it waits for the device; the loss is a
+    scalar there.
+    """
+    device = settings.device.type
+    dtype = torch.float16 if settings.precision == "16-mixed" else torch.bfloat16
+    autocast = settings.precision != "32-true"
+    scaler = torch.amp.GradScaler(device, enabled=settings.precision == "16-mixed")
+
+    def step(batch: Tensor) -> Tensor:
+        with torch.autocast(device, dtype, enabled=autocast):
+            loss = lit.loss(batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_gradients(lit.gpt.parameters(), lit.hparams.grad_clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def batches(settings: Settings, steps: int, seed: int) -> list[Tensor]:
+    """Training batches on the device, int64 (B, context + 1), the same for equal arguments.
+
+    Args:
+        steps: How many.
+        seed: Of their order, in place of data.seed.
+    """
+    data = settings.data
+    if seed != data.seed:
+        data = TextDataModule(**{**settings.config["data"], "seed": seed})
+        data.setup("fit")
+    return [data.train_batch(step).to(settings.device) for step in range(steps)]
