@@ -101,6 +101,10 @@ def forward(x, residual, weight, eps, out_dtype, save_rstd) -> list[Tensor]:
     rstd = x.new_empty(rows, dtype=compute) if save_rstd else None
     if rows:
         h_dtype = x.dtype if h is None else h.dtype
+        if weight is not None and weight.element_size() < h_dtype.itemsize:
+            # Triton would lay x out as it loads a narrower weight, but only where no residual is
+            # added: the two forms would sum in different orders. Widening is exact.
+            weight = weight.to(h_dtype)
         tile = forward_launch(x.device, n, h_dtype, out_dtype, compute)
         device = x.get_device()
         with _on(device):

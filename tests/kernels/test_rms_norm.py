@@ -281,10 +281,11 @@ def test_a_row_does_not_depend_on_its_batch(n, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [96, 40000])
-def test_add_equals_the_norm_of_the_sum(dtype, n, device):
+@pytest.mark.parametrize("n", [96, 4096, 40000])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32], ids=str)
+def test_add_equals_the_norm_of_the_sum(dtype, weight_dtype, n, device):
     x, residual = (random(5, n, dtype=dtype, device=device) for _ in range(2))
-    weight = random(n, dtype=FP32, device=device)
+    weight = random(n, dtype=weight_dtype, device=device)
     y, h = add_rms_norm(x, residual, weight)
     assert torch.equal(h, x + residual)
     assert torch.equal(y, rms_norm(x + residual, weight))
