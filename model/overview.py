@@ -1,0 +1,100 @@
+"""Finished runs side by side: `python -m model.overview RUN RUN ... --out picture.png`.
+
+Reads each run's summary.json and metrics.csv; draws loss, step time and memory, prints a table.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from model.files import replacing
+from model.loggers import read_metrics
+
+COLOURS = {"eager": "#999999", "compiled": "#D55E00", "triton": "#000000"}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m model.overview", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs")
+    parser.add_argument("--out", required=True, type=Path, help="PNG file to write")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = [read_run(folder) for folder in arguments.runs]
+    except (OSError, ValueError) as error:
+        parser.error(f"not a finished run: {error}")
+    figure = draw(runs)
+    with replacing(arguments.out) as temporary:
+        figure.savefig(temporary, format="png")
+    print(markdown_table(runs))
+    return 0
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The summary of a run, with its metrics by step under "rows"."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return summary | {"rows": read_metrics(folder / "metrics.csv")}
+
+
+def draw(runs: list[dict[str, Any]]) -> Figure:
+    """Loss over steps, and bars of the median step time and of the peak memory."""
+    figure = Figure(figsize=(11, 4), dpi=150, layout="constrained")
+    loss, time, memory = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
+    for run, width in zip(runs, range(2 * len(runs), 0, -2), strict=True):  # all stay visible
+        for key, style in (
+            ("loss", {}),
+            ("val_loss", {"marker": "o", "ls": "--", "ms": 2 + width}),
+        ):
+            points = {step: row[key] for step, row in run["rows"].items() if key in row}
+            label = run["norm"] + (", validation" if key == "val_loss" else "")
+            colour = COLOURS.get(run["norm"])
+            loss.plot(
+                *zip(*points.items(), strict=True), label=label, color=colour, lw=width, **style
+            )
+    loss.set(xlabel="step", ylabel="cross-entropy (nats per token)", title="loss")
+    loss.legend(fontsize="small")
+    _bars(time, runs, [run["step_ms"]["p50"] for run in runs], "ms a step (median)", "{:.1f}")
+    peaks = [run["peak_allocated_gib"] or 0 for run in runs]
+    _bars(memory, runs, peaks, "peak GiB allocated", "{:.2f}")
+    about = runs[0]["environment"]
+    gpu = about["gpu"] if runs[0]["peak_allocated_gib"] else "a CPU: times are no findings"
+    figure.suptitle(
+        f"{runs[0]['parameters'] / 1e6:.0f}M GPT, {runs[0]['tokens_per_step']:,} tokens a step, "
+        f"{runs[0]['precision']}, on {gpu} (torch {about['torch']}, triton {about['triton']})"
+    )
+    return figure
+
+
+def _bars(axes, runs: list[dict[str, Any]], values: list[float], title: str, form: str) -> None:
+    names = [run["norm"] for run in runs]
+    bars = axes.bar(names, values, color=[COLOURS.get(name, "#56B4E9") for name in names])
+    axes.bar_label(bars, [form.format(value) for value in values])
+    axes.set_title(title)
+    axes.margins(y=0.1)
+
+
+def markdown_table(runs: list[dict[str, Any]]) -> str:
+    """One row a run: step time, tokens a second, MFU, memory and final losses."""
+    lines = [
+        "| norm | ms a step p50 (p10 to p90) | first step, s | tokens/s | MFU "
+        "| peak GiB allocated / reserved | train loss | validation loss |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in runs:
+        ms = run["step_ms"]
+        gib = [run["peak_allocated_gib"], run["peak_reserved_gib"]]
+        lines.append(
+            f"| {run['norm']} | {ms['p50']:.1f} ({ms['p10']:.1f} to {ms['p90']:.1f}) "
+            f"| {run['first_step_ms'] / 1000:.1f} | {run['tokens_per_s']:,.0f} "
+            f"| {'n/a' if run['mfu'] is None else format(run['mfu'], '.1%')} "
+            f"| {' / '.join('n/a' if value is None else f'{value:.2f}' for value in gib)} "
+            f"| {run['train_loss']:.3f} | {run['val_loss']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
