@@ -82,12 +82,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__)
     add = parser.add_argument
     add("--preset", choices=["design"], help="the cases that the project's targets are stated for")
-    add("--group", type=_names, help="groups of the preset, comma-separated; all by default")
-    add("--n", type=_integers, help="row lengths; with a preset, which of its cases to measure")
-    add("--rows", type=_integer, help="rows; by default as many as make a tensor of 64 MiB")
-    add("--dtype", type=_names, help=f"dtypes out of {','.join(DTYPES)}; bfloat16 by default")
-    add("--passes", type=_names, default=list(PASSES), help=f"{','.join(PASSES)} by default")
-    add("--norms", type=_names, help="implementations; by default all, in groups of a preset fewer")
+    add("--group", type=names, help="groups of the preset, comma-separated; all by default")
+    add("--n", type=integers, help="row lengths; with a preset, which of its cases to measure")
+    add("--rows", type=integer, help="rows; by default as many as make a tensor of 64 MiB")
+    add("--dtype", type=names, help=f"dtypes out of {','.join(DTYPES)}; bfloat16 by default")
+    add("--passes", type=names, default=list(PASSES), help=f"{','.join(PASSES)} by default")
+    add("--norms", type=names, help="implementations; by default all, in groups of a preset fewer")
     add("--out", type=Path, help="folder of the results; runs/bench-<number> by default")
     arguments = parser.parse_args(argv)
     try:
@@ -131,15 +131,15 @@ def directions(case: Case, passes: list[str]) -> list[str]:
     return [direction for direction in ("forward", "backward") if prefix + direction in passes]
 
 
-def _names(text: str) -> list[str]:
+def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _integers(text: str) -> list[int]:
-    return [_integer(number) for number in text.split(",")]
+def integers(text: str) -> list[int]:
+    return [integer(number) for number in text.split(",")]
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
