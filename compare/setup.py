@@ -1,7 +1,6 @@
 """What all parts of a comparison share: same weights, same batches, one step."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -98,30 +97,46 @@ def make_model(settings: Settings, norm: str, seed: int) -> LitGPT:
     return lit.to(settings.device)
 
 
-def make_step(settings: Settings, lit: LitGPT, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+class Step:
     """One training step as a function of its batch, int64 (B, context + 1); returns the loss.
 
     The step of `train.py` without a Trainer: forward under the precision's autocast, backward,
     clipping, optimizer. One micro-batch a step. Nothing in it waits for the device; the loss is a
     scalar there.
     """
-    device = settings.device.type
-    dtype = torch.float16 if settings.precision == "16-mixed" else torch.bfloat16
-    autocast = settings.precision != "32-true"
-    scaler = torch.amp.GradScaler(device, enabled=settings.precision == "16-mixed")
 
-    def step(batch: Tensor) -> Tensor:
-        with torch.autocast(device, dtype, enabled=autocast):
-            loss = lit.loss(batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        clip_gradients(lit.gpt.parameters(), lit.hparams.grad_clip)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    def __init__(self, settings: Settings, lit: LitGPT, optimizer: Optimizer) -> None:
+        self.lit, self.optimizer = lit, optimizer
+        self._device = settings.device.type
+        self._autocast = settings.precision != "32-true"
+        float16 = settings.precision == "16-mixed"
+        self._dtype = torch.float16 if float16 else torch.bfloat16
+        self._scaler = torch.amp.GradScaler(self._device, enabled=float16)
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
         return loss.detach()
 
-    return step
+    def forward(self, batch: Tensor) -> Tensor:
+        with torch.autocast(self._device, self._dtype, enabled=self._autocast):
+            return self.lit.loss(batch)
+
+    def backward(self, loss: Tensor) -> None:
+        self._scaler.scale(loss).backward()
+
+    def update(self) -> None:
+        self._scaler.unscale_(self.optimizer)
+        clip_gradients(self.lit.gpt.parameters(), self.lit.hparams.grad_clip)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.optimizer.zero_grad()
+
+
+def make_step(settings: Settings, lit: LitGPT, optimizer: Optimizer) -> Step:
+    """The step that trains `lit` with `optimizer`."""
+    return Step(settings, lit, optimizer)
 
 
 def batches(settings: Settings, steps: int, seed: int) -> list[Tensor]:

@@ -1,0 +1,172 @@
+"""Which work of a step belongs to its norms: a reading of the profiler's Chrome trace.
+
+Events are the dicts of that format: name, cat, tid, ts and dur (both in microseconds), args.
+"""
+
+import bisect
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from torch.profiler import profile
+
+RANGE = "rms_norm"  # of record_function, around every call of a norm
+OPERATORS = "triton_rmsnorm_gpt::"  # kernels.functional's, which a compiled model calls as they are
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+NODE = "autograd::engine::evaluate_function"  # begins the name of a backward node's range
+
+
+class Work(NamedTuple):
+    """A stretch of time that a GPU's kernel, or on a CPU an operator itself, takes.
+
+    `phase` is "forward" or "backward" for work of a norm, else None.
+    """
+
+    name: str
+    start: float
+    end: float
+    phase: str | None
+
+
+def read_trace(profiler: profile) -> list[dict]:
+    """The complete events of a finished profile."""
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def gpu_intervals(events: Iterable[dict]) -> list[tuple[float, float]]:
+    """Start and end of everything that ran on the GPU."""
+    return [
+        (event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] in GPU_WORK
+    ]
+
+
+def attribute(events: list[dict], scope: str) -> list[Work]:
+    """All work of the steps in a trace, that of norms marked.
+
+    Scope "eager": forward work is what was launched inside a RANGE, backward work what the
+    autograd nodes made there launched; nodes and operators share sequence numbers. Scope
+    "compiled": both are known only for norms that stay operators of their own, OPERATORS; others
+    are fused with what is around them, so that no work is marked.
+    """
+    find = _finder(_eager_ranges(events) if scope == "eager" else _operator_ranges(events))
+    if any(event["cat"] in GPU_WORK for event in events):
+        pieces = _launched(events)
+    else:
+        pieces = _own_time([event for event in events if event["cat"] == "cpu_op"])
+    return [Work(name, start, end, find(*launch)) for name, start, end, launch in pieces]
+
+
+def _eager_ranges(events: list[dict]) -> dict[str, list[dict]]:
+    """Ranges on the host inside which the norms' forward and backward work is launched."""
+    operators = [event for event in events if event["cat"] == "cpu_op"]
+    norms = [e for e in events if e["cat"] == "user_annotation" and e["name"] == RANGE]
+    numbers = _sequence_numbers(norms, operators)
+    nodes = [
+        operator
+        for operator in operators
+        if operator["name"].startswith(NODE) and _sequence_number(operator) in numbers
+    ]
+    return {"forward": norms, "backward": nodes}
+
+
+def _operator_ranges(events: list[dict]) -> dict[str, list[dict]]:
+    return {
+        phase: [e for e in events if e["cat"] == "cpu_op" and e["name"] == OPERATORS + phase]
+        for phase in ("forward", "backward")
+    }
+
+
+def _sequence_numbers(norms: list[dict], operators: list[dict]) -> set[int]:
+    """Numbers of the autograd nodes that were made inside the norms' ranges.
+
+    A forward operator shows the number that the thread's next node will get, whether it makes one
+    or not. So the nodes made in a range have those from the first number shown inside up to, and
+    without, the first one shown after it.
+    """
+    shown = defaultdict(list)
+    for operator in operators:
+        if (number := _sequence_number(operator)) is not None and not _is_backward(operator):
+            shown[operator["tid"]].append((operator["ts"], number))
+    numbers = set()
+    for thread in shown.values():
+        thread.sort()
+    for norm in norms:
+        thread = shown[norm["tid"]]
+        first = bisect.bisect_left(thread, (norm["ts"], -1))
+        after = bisect.bisect_left(thread, (norm["ts"] + norm["dur"], -1))
+        if first < after:
+            end = thread[after][1] if after < len(thread) else thread[after - 1][1] + 1
+            numbers.update(range(thread[first][1], end))
+    return numbers
+
+
+def _sequence_number(operator: dict) -> int | None:
+    number = operator.get("args", {}).get("Sequence number")
+    return None if number is None or number < 0 else number
+
+
+def _is_backward(operator: dict) -> bool:
+    return operator.get("args", {}).get("Fwd thread id", 0) != 0
+
+
+def _finder(ranges: dict[str, list[dict]]):
+    """A function (thread, time) -> the phase whose range that is in, or None."""
+    starts = defaultdict(list)
+    for phase, found in ranges.items():
+        for event in found:
+            end = event["ts"] + event["dur"]
+            starts[event["tid"]].append((event["ts"], end, phase))
+    for thread in starts.values():
+        thread.sort()
+
+    def find(thread: int, time: float) -> str | None:
+        candidates = starts.get(thread, [])
+        place = bisect.bisect_right(candidates, (time, float("inf"), "")) - 1
+        if place < 0 or time >= candidates[place][1]:
+            return None
+        return candidates[place][2]
+
+    return find
+
+
+def _launched(events: list[dict]) -> Iterable[tuple[str, float, float, tuple[int, float]]]:
+    """The GPU's work with the thread and the time of its launch, which correlation ids connect."""
+    launches = {
+        event["args"]["correlation"]: (event["tid"], event["ts"])
+        for event in events
+        if event["cat"] in LAUNCHES and "correlation" in event.get("args", {})
+    }
+    nowhere = (-1, 0.0)
+    for event in events:
+        if event["cat"] in GPU_WORK:
+            launch = launches.get(event.get("args", {}).get("correlation"), nowhere)
+            yield event["name"], event["ts"], event["ts"] + event["dur"], launch
+
+
+def _own_time(operators: list[dict]) -> Iterable[tuple[str, float, float, tuple[int, float]]]:
+    """Each operator's time without that of operators it calls, in pieces between those calls."""
+    threads = defaultdict(list)
+    for operator in operators:
+        threads[operator["tid"]].append(operator)
+    for tid, thread in threads.items():
+        # Of two that start together the longer one is the caller.
+        thread.sort(key=lambda operator: (operator["ts"], -operator["dur"]))
+        running, reached = [], 0.0  # callers of what runs now; all before `reached` is dealt with
+        for operator in [*thread, {"name": "", "ts": float("inf"), "dur": 0.0}]:
+            while running and running[-1][1] <= operator["ts"]:
+                name, end = running.pop()
+                if end > reached:
+                    yield name, reached, end, (tid, reached)
+                    reached = end
+            if running and operator["ts"] > reached:
+                yield running[-1][0], reached, operator["ts"], (tid, reached)
+            reached = max(reached, operator["ts"])
+            running.append((operator["name"], operator["ts"] + operator["dur"]))
