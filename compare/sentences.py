@@ -1,0 +1,159 @@
+"""What a comparison found, in sentences: pure functions of a results.json's contents."""
+
+from compare.statistics import Interval, differs
+
+BUSY_ENOUGH = 0.95  # of the step's time; below it the GPU waits for launches
+TIERS = {
+    "op": "the norm alone",
+    "float32": "training in float32",
+    "training": "training as configured",
+}
+NO_DIFFERENCE = "no measurable difference"
+PARTS = ("speed", "profile", "memory", "parity")
+
+
+def setup(result: dict) -> str:
+    """What the scope is: "eager model, bfloat16 stream"."""
+    return f"{result['scope']} model, {result['stream_dtype']} stream"
+
+
+def candidate(result: dict) -> str:
+    """The norm that the headline is about: parity's, else triton, else the last one."""
+    norms = result["norms"]
+    named = result.get("parity", {}).get("candidate")
+    return next((norm for norm in (named, "triton") if norm in norms), norms[-1])
+
+
+def headline(result: dict) -> str:
+    """The scope in one sentence: speed with intervals, memory and parity, as far as measured."""
+    norm = candidate(result)
+    if result["cpu"]:
+        findings = ["no speed is a finding on a CPU"]
+    else:
+        speed, memory = _speed(result, norm), _memory(result, norm)
+        if speed and memory:
+            findings = [f"{norm} {speed}, and {memory}"]
+        else:
+            findings = [
+                f"{norm} {speed}" if speed else "speed was not measured",
+                f"{norm} {memory}" if memory else "memory was not measured",
+            ]
+    if "parity" in result:
+        findings.append(parity(result["parity"]))
+    elif "parity" in result["missing"]:
+        findings.append("parity was not checked")
+    article = "an" if result["scope"] == "eager" else "a"
+    stream = result["stream_dtype"]
+    return f"With {article} {result['scope']} model and a {stream} stream, {'; '.join(findings)}."
+
+
+def _speed(result: dict, norm: str) -> str | None:
+    """ "is 1.33x [1.32, 1.34] faster than eager and slower than ..."; None if not measured."""
+    variant = result.get("speed", {}).get("variants", {}).get(norm, {})
+    groups: dict[str, list[str]] = {"faster": [], "slower": [], NO_DIFFERENCE: []}
+    for other, speedup in speedups(variant).items():
+        found = verdict(speedup, result["speed"]["aa"])
+        interval = times(speedup)
+        groups[found].append(
+            f"{interval} faster than {other}" if found == "faster" else f"{other} ({interval})"
+        )
+    phrases = groups["faster"]
+    if groups["slower"]:
+        phrases.append(f"slower than {enumeration(groups['slower'])}")
+    if groups[NO_DIFFERENCE]:
+        others = enumeration(groups[NO_DIFFERENCE], "or")
+        phrases.append(f"not measurably faster or slower than {others}")
+    return f"is {enumeration(phrases)}" if phrases else None
+
+
+def speedups(variant: dict) -> dict[str, dict]:
+    """A norm's speedup over every other one, the baseline first."""
+    speedup = variant.get("speedup")
+    return ({speedup["vs"]: speedup} if speedup else {}) | variant.get("vs", {})
+
+
+def verdict(speedup: dict, aa: dict) -> str:
+    """faster, slower or "no measurable difference", by the rule of `statistics.differs`."""
+    interval = Interval(speedup["median"], speedup["low"], speedup["high"])
+    if not differs(interval, Interval(1.0, aa["low"], aa["high"])):
+        return NO_DIFFERENCE
+    return "faster" if interval.median > 1 else "slower"
+
+
+def _memory(result: dict, norm: str) -> str | None:
+    """ "saves 3.5 GiB of peak memory" against the baseline; None if not measured."""
+    memory = result.get("memory", {})
+    if not {norm, result["baseline"]} <= memory.keys():
+        return None
+    saved = memory[result["baseline"]]["peak_allocated_gib"] - memory[norm]["peak_allocated_gib"]
+    amount = size(abs(saved))
+    if float(amount.split()[0]) == 0:
+        return "needs the same peak memory"
+    return f"saves {amount} of peak memory" if saved > 0 else f"needs {amount} more peak memory"
+
+
+def parity(parity: dict) -> str:
+    """The verdict on the loss curves, and whether a known fault slipped through the check."""
+    failed = [TIERS[name] for name, tier in parity["tiers"].items() if tier["verdict"] == "fail"]
+    missed = [fault for fault, found in parity["controls"].items() if not found["caught"]]
+    slipped = f"its check missed a known fault ({enumeration(missed)})"
+    if failed:
+        sentence = f"parity fails for {enumeration(failed)}"
+        return f"{sentence}, and {slipped}" if missed else sentence
+    if missed:
+        return f"parity is not shown, as {slipped}"
+    if parity["verdict"] == "inconclusive":
+        return "whether the loss curves agree is inconclusive"
+    return "the loss curves agree"
+
+
+def pace(result: dict) -> str | None:
+    """For which norms launches, not kernels, set the pace; None if for none of them."""
+    variants = result.get("speed", {}).get("variants", {})
+    waiting = [
+        f"{variant['busy']:.1%} of the time with {norm}"
+        for norm, variant in variants.items()
+        if variant.get("busy") is not None and variant["busy"] < BUSY_ENOUGH
+    ]
+    if not waiting:
+        return None
+    return (
+        f"The GPU was busy only {enumeration(waiting)}: there launches, not kernels, set the pace, "
+        "and the norm's share of kernel time does not predict the step."
+    )
+
+
+def missing(results: list[dict]) -> list[str]:
+    """A sentence for each scope with parts that were not measured; parity is due in one scope."""
+    checked = any("parity" in result for result in results)
+    sentences = []
+    for result in results:
+        absent = [part for part in PARTS if part not in result]
+        if checked and "parity" not in result["missing"]:
+            absent = [part for part in absent if part != "parity"]
+        absent += [part for part in result["missing"] if part not in PARTS]
+        if absent:
+            sentences.append(f"Missing for the {setup(result)}: {enumeration(absent)}.")
+    return sentences
+
+
+# --- numbers ----------------------------------------------------------------------------------
+
+
+def times(interval: dict) -> str:
+    """ "1.33x [1.32, 1.34]": a speedup with its interval, to a third decimal where close to 1."""
+    digits = 3 if abs(interval["median"] - 1) < 0.05 else 2
+    low, high = f"{interval['low']:.{digits}f}", f"{interval['high']:.{digits}f}"
+    return f"{interval['median']:.{digits}f}x [{low}, {high}]"
+
+
+def size(gib: float) -> str:
+    """GiB to a tenth, MiB below that."""
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.0f} MiB"
+
+
+def enumeration(words: list[str], conjunction: str = "and") -> str:
+    """ "a", "a and b", "a, b and c"."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
