@@ -1,6 +1,7 @@
 """What all parts of a comparison share: same weights, same batches, one step."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data import TextDataModule
+from kernels import RMSNorm
+from model.gpt import STREAM_DTYPES
 from model.lit import LitGPT, clip_gradients
 
 SCOPES = ("eager", "compiled")
@@ -137,6 +140,37 @@ class Step:
 def make_step(settings: Settings, lit: LitGPT, optimizer: Optimizer) -> Step:
     """The step that trains `lit` with `optimizer`."""
     return Step(settings, lit, optimizer)
+
+
+def norm_inputs(settings: Settings, batch_size: int) -> tuple[Tensor, Tensor]:
+    """Random branch and stream (B, T, C) in the dtypes that they have in the model."""
+    branch = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    dtypes = (
+        branch.get(settings.precision, torch.float32),
+        STREAM_DTYPES[settings.model["stream_dtype"]],
+    )
+    shape = (batch_size, settings.data.context, settings.model["n_embd"])
+    return tuple(
+        torch.randn(shape, dtype=dtype, device=settings.device, requires_grad=True)
+        for dtype in dtypes
+    )
+
+
+def norm_problems(settings: Settings, progress: Callable) -> list[str]:
+    """A sentence for every norm that cannot do what the model asks of it."""
+    problems = []
+    for norm in settings.norms:
+        try:
+            module = RMSNorm(settings.model["n_embd"], norm=norm).to(settings.device)
+            x, stream = norm_inputs(settings, batch_size=1)
+            with torch.autocast(settings.device.type, x.dtype, enabled=x.dtype != torch.float32):
+                y, h = module(x, module(stream).to(stream.dtype))
+            (y.float().sum() + h.float().sum()).backward()
+        except ValueError as error:
+            problems.append(str(error))
+        except Exception as error:  # whatever a norm of the user's own may raise
+            problems.append(f"norm {norm!r} fails when it is called: {error!r}")
+    return problems
 
 
 def batches(settings: Settings, steps: int, seed: int) -> list[Tensor]:

@@ -48,10 +48,7 @@ def plan(settings: Settings, rounds: int | None = None) -> Plan:
 
 
 def run(settings: Settings, progress: Progress, plan: Plan) -> dict:
-    """Everything about step time, as results.json has it under "speed".
-
-    Interruptible at any time; all measuring is done in processes that are started here.
-    """
+    """Everything about step time, as results.json has it under "speed"."""
     processes = []
     for number in range(plan.processes):
         measured = child.call(

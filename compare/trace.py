@@ -38,7 +38,7 @@ def read_trace(profiler: profile) -> list[dict]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return [event for event in events if event.get("ph") == "X"]
+    return [event for event in events if event.get("ph") == "X" and "cat" in event]
 
 
 def gpu_intervals(events: Iterable[dict]) -> list[tuple[float, float]]:

@@ -1,0 +1,227 @@
+"""Compare norms in the same model. See `python -m compare --help`."""
+
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from compare import child, memory, profile, report, sentences, speed
+from compare.child import ChildError, Progress
+from compare.cli import Request, parse
+from compare.live import Live
+from compare.setup import Settings
+from kernels.bench.environment import clocks
+from model.cli import UserError
+from model.environment import environment
+from model.files import create_run, newest_run
+from model.summary import NO_FINDING, write_json
+
+FAILS, BAD_INPUT, INTERRUPTED = 1, 2, 130
+RESULTS = "results.json"
+# Measurements of one folder come from the same code on the same hardware.
+SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    try:
+        if argv and argv[0] == "report":
+            return rebuild(argv[1:])
+        request = parse(argv)
+        live = Live()
+        with live.part("trying the norms") as progress:
+            config = request.settings.config
+            if problems := child.call("compare.setup:norm_problems", config, progress):
+                raise UserError(*problems)
+        return compare(request, shlex.join(["python", "-m", "compare", *argv]), live)
+    except UserError as error:
+        print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def compare(request: Request, command: str, live: Live) -> int:
+    """Run the parts asked for, one after the other; results and report are there in any case."""
+    comparison = Comparison.open(request, command)
+    jobs, interrupted = list(comparison.jobs()), False
+    live.say(f"Results go to {comparison.folder}/")
+    if request.settings.device.type != "cuda":
+        live.say(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
+    try:
+        for number, (scope, part) in enumerate(jobs, start=1):
+            title = f"{number}/{len(jobs)} {part}, {scope} model"
+            try:
+                with live.part(title) as progress:
+                    comparison.measure(scope, part, progress)
+            except ChildError as error:
+                print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        interrupted = True
+        live.say("Interrupted: what was measured is kept.")
+    finally:
+        comparison.write()
+    for result in comparison.results.values():
+        live.say(sentences.headline(result))
+    for sentence in sentences.missing(list(comparison.results.values())):
+        live.say(sentence)
+    live.say(f"Written to {comparison.folder}/{report.HTML}")
+    return INTERRUPTED if interrupted else comparison.status()
+
+
+def rebuild(arguments: list[str]) -> int:
+    """`report FOLDER`: the report anew from the results.json files in the folder and below it."""
+    if len(arguments) != 1:
+        raise UserError("report takes one argument, the folder of the results.")
+    folder = Path(arguments[0])
+    results = [read(path) for path in result_files(folder)]
+    if not results:
+        raise UserError(f"There is no {RESULTS} in {folder} or below it.")
+    try:
+        report.write(results, folder)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    print(f"Written to {folder}/{report.HTML}")
+    return 0
+
+
+@dataclass
+class Comparison:
+    """Results by scope, and where they are written after every part.
+
+    Args:
+        request: What was asked for.
+        folder: Of the report; the results of one scope alone are there too, those of several in a
+            folder a scope.
+        results: By scope, each the contents of its results.json.
+    """
+
+    request: Request
+    folder: Path
+    results: dict[str, dict]
+
+    @classmethod
+    def open(cls, request: Request, command: str) -> "Comparison":
+        """A new folder, or for a single part the newest of this name that has the same settings."""
+        name, about = f"compare-{request.settings.name}", environment()
+        folder = newest_run(request.root, name) if len(request.parts) == 1 else None
+        found = {result["scope"]: result for result in map(read, result_files(folder))}
+        if not found or not all(_continues(r, request, about) for r in found.values()):
+            folder, found = create_run(request.root, name), {}
+        results = dict(found)
+        for scope in request.scopes:
+            settings = request.settings.with_scope(scope)
+            results[scope] = found.get(scope, empty_result(settings)) | {"environment": about}
+            commands = [results[scope].get("command"), command]
+            results[scope]["command"] = "\n".join(dict.fromkeys(filter(None, commands)))
+        comparison = cls(request, folder, results)
+        for scope, part in comparison.jobs():
+            missing = results[scope]["missing"]
+            results[scope]["missing"] = [*missing, *({part} - {*missing, *results[scope]})]
+        return comparison
+
+    def jobs(self) -> Iterator[tuple[str, str]]:
+        """Scope and part, in order. Parity has no scope: it takes longest, and comes last."""
+        for scope in self.request.scopes:
+            yield from ((scope, part) for part in self.request.parts if part != "parity")
+        if "parity" in self.request.parts:
+            yield self.request.scopes[0], "parity"
+
+    def measure(self, scope: str, part: str, progress: Progress) -> None:
+        """Run one part and write its results."""
+        settings, result = self.request.settings.with_scope(scope), self.results[scope]
+        start = clocks() if not result["cpu"] else None
+        result[part] = run_part(settings, part, result, self.request.rounds, progress)
+        if start:
+            about = result["environment"].setdefault("clocks", {})
+            about[part] = {"start": start, "end": clocks()}
+        result["missing"] = [name for name in result["missing"] if name != part]
+        self._save(scope)
+
+    def write(self) -> None:
+        """Write everything, however little there is, and the report over it."""
+        for scope in self.results:
+            self._save(scope)
+        report.write(list(self.results.values()), self.folder)
+
+    def _save(self, scope: str) -> None:
+        path = self._path(scope)
+        path.parent.mkdir(exist_ok=True)
+        write_json(self.results[scope], path)
+
+    def _path(self, scope: str) -> Path:
+        alone = self.folder / RESULTS
+        if len(self.results) == 1 or (alone.exists() and read(alone)["scope"] == scope):
+            return alone
+        return self.folder / scope / RESULTS
+
+    def status(self) -> int:
+        """Exit status: whether everything was measured and parity, if asked for, holds."""
+        asked = [(self.results[scope], part) for scope, part in self.jobs()]
+        if any(part not in result for result, part in asked):
+            return FAILS
+        verdicts = [result[part]["verdict"] for result, part in asked if part == "parity"]
+        return 0 if all(verdict == "pass" for verdict in verdicts) else FAILS
+
+
+def run_part(
+    settings: Settings, part: str, result: dict, rounds: int | None, progress: Progress
+) -> dict:
+    """What goes under the part's name in results.json."""
+    match part:
+        case "speed":
+            return speed.run(settings, progress, speed.plan(settings, rounds))
+        case "profile":
+            variants = result.get("speed", {}).get("variants", {})
+            measured = {n: v["speedup"]["median"] for n, v in variants.items() if "speedup" in v}
+            return profile.run(settings, progress, measured)
+        case "memory":
+            return memory.run(settings, progress)
+        case "parity":
+            return child.call("compare.parity:run", settings.config, progress)
+    raise AssertionError(part)
+
+
+def empty_result(settings: Settings) -> dict:
+    """A results.json before anything was measured."""
+    return {
+        "name": settings.name,
+        "scope": settings.scope,
+        "stream_dtype": settings.model["stream_dtype"],
+        "baseline": settings.baseline,
+        "norms": list(settings.norms),
+        "config": settings.config,
+        "missing": [],
+        "cpu": settings.device.type != "cuda",
+    }
+
+
+def _continues(result: dict, request: Request, about: dict) -> bool:
+    """Whether a result was measured with these settings, code and hardware."""
+    same = all(result["environment"].get(key) == about.get(key) for key in SAME)
+    return same and result["config"] == request.settings.with_scope(result["scope"]).config
+
+
+def result_files(folder: Path | None) -> list[Path]:
+    return sorted(folder.rglob(RESULTS)) if folder else []
+
+
+def read(path: Path) -> dict:
+    """The contents of a results.json.
+
+    Raises:
+        UserError: if it is none.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The command line of a comparison: its own few flags, and all settings of train.py."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compare.setup import PRECISIONS, SCOPES, Settings, from_config
+from kernels import load_norm
+from model import cli
+from model.cli import UserError, checked_data
+
+PARTS = ("speed", "profile", "memory", "parity")
+SHORT_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command asks for: settings (in the first of the scopes), scopes, parts, rounds."""
+
+    settings: Settings
+    scopes: tuple[str, ...]
+    parts: tuple[str, ...]
+    rounds: int | None
+    root: Path
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m compare",
+        usage="python -m compare [speed|profile|memory|parity] [--config FILE] [--norms A,B,...]\n"
+        "                         [--scopes A,B] [--rounds N] [--name NAME]\n"
+        "                         [--model.* ...] [--data.* ...] [--trainer.* ...]\n"
+        "       python -m compare report FOLDER",
+        description="Step time, memory and loss curves of the same model under each norm. A word "
+        "in front runs that part alone, and adds it to the comparison of this name if the settings "
+        "are the same; report writes the report anew from the results.json files in a folder.",
+        epilog="--config, --model.*, --data.*, --trainer.* and --seed_everything are those of "
+        "train.py (python train.py --help); without a config, tiny.yaml or, with a GPU, "
+        "small.yaml. Exit status: 0 parity holds (or was not asked for), 1 it fails, is "
+        "inconclusive, or a part could not be measured, 2 bad input, 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--norms",
+        default="eager,compiled,triton",
+        help="norms to compare, the first one is the baseline: names of train.py's --norm, or "
+        "package.module:name (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--scopes",
+        default="eager,compiled" if torch.cuda.is_available() else "eager",
+        help="eager, compiled or both: whether the whole model runs through torch.compile "
+        "(default: %(default)s on this machine)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of blocks of steps (default: 30, on a CPU 5)"
+    )
+    parser.add_argument(
+        "--name", help="the results' directory is runs/compare-NAME (default: the config's name)"
+    )
+    return parser
+
+
+def parse(argv: list[str]) -> Request:
+    """The comparison that a command line asks for, its data set up.
+
+    Raises:
+        UserError: with a sentence for everything that is wrong.
+        SystemExit: after --help, and for flags without a value or of a wrong type.
+    """
+    parts = PARTS
+    if argv and not argv[0].startswith("-"):
+        if argv[0] not in PARTS:
+            raise UserError(
+                f"There is no part {argv[0]!r}; there are {', '.join(PARTS)} and report."
+            )
+        parts, argv = (argv[0],), argv[1:]
+    flags, others = build_parser().parse_known_args(argv)
+    norms, scopes = _list(flags.norms), _list(flags.scopes)
+    problems = _problems(norms, scopes, flags.rounds)
+    try:
+        _, training = cli.parse([*others, *(["--name", flags.name] if flags.name else [])])
+        config = _config(training, flags.name, norms, scopes)
+        if config["precision"] not in PRECISIONS:
+            problems.append(
+                f"trainer.precision is {config['precision']}; a comparison runs in "
+                f"{', '.join(PRECISIONS)}."
+            )
+        data = checked_data(training)
+    except UserError as error:
+        raise UserError(*dict.fromkeys([*problems, *error.args])) from None
+    if problems:
+        raise UserError(*problems)
+    root = Path(training.trainer.default_root_dir)
+    return Request(from_config(config, data), tuple(scopes), parts, flags.rounds, root)
+
+
+def _problems(norms: list[str], scopes: list[str], rounds: int | None) -> list[str]:
+    problems = []
+    for norm in norms:
+        try:
+            load_norm(norm)
+        except ValueError as error:
+            problems.append(str(error))
+    if len(norms) < 2 or len(set(norms)) < len(norms):
+        problems.append(f"--norms is {','.join(norms)!r}; it has to name at least two, each once.")
+    if not scopes or len(set(scopes)) < len(scopes) or not set(scopes) <= set(SCOPES):
+        problems.append(f"--scopes is {','.join(scopes)!r}; it has to be eager, compiled or both.")
+    if rounds is not None and rounds < 2:
+        problems.append(f"--rounds is {rounds}; it has to be at least 2.")
+    return problems
+
+
+def _config(training, name: str | None, norms: list[str], scopes: list[str]) -> dict:
+    """The settings' plain values, as `from_config` takes them."""
+    training.norm = norms[0] if norms else "eager"
+    on_gpu = torch.cuda.is_available() and training.trainer.accelerator != "cpu"
+    precision = str(training.trainer.precision)
+    config = {
+        "model": training.model.as_dict(),
+        "data": training.data.as_dict(),
+        "norms": norms,
+        "scope": scopes[0] if scopes else "eager",
+        "precision": SHORT_PRECISIONS.get(precision, precision),
+        "device": "cuda" if on_gpu else "cpu",
+        "max_steps": training.trainer.max_steps,
+        "seed": training.seed_everything,
+        "name": name or Path(training.config[-1]).stem,
+    }
+    return json.loads(json.dumps(config))  # as it is read back from a results.json
+
+
+def _list(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

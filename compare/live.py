@@ -1,0 +1,71 @@
+"""Progress of a comparison: which part, what in it, and how long that part will still take."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Live:
+    """One live line on a terminal; elsewhere a plain line every few seconds."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stdout)
+
+    @contextmanager
+    def part(self, title: str) -> Iterator["Part"]:
+        """Progress of one part, to be called with what is done, steps done and steps in all."""
+        started = time.monotonic()
+        bar = None
+        if self._console.is_terminal:
+            columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()
+            left = TextColumn("{task.fields[left]}")
+            bar = Progress(*columns, left, console=self._console, transient=True)
+        else:
+            print(f"{title} ...", flush=True)
+        with bar or _nothing():
+            yield Part(title, bar)
+        print(f"{title}: {_clock(time.monotonic() - started)}", flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Part:
+    """The progress function of one part."""
+
+    def __init__(self, title: str, bar: Progress | None) -> None:
+        self._title, self._bar = title, bar
+        self._task = bar and bar.add_task(title, total=None, left="")
+        self._phase: tuple[int, int, float] | None = None  # its total, steps and time at its start
+        self._last_line = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._phase is None or self._phase[0] != total or done < self._phase[1]:
+            self._phase = total, done, now
+        _, first, started = self._phase
+        steps = done - first
+        left = f"{_clock((now - started) / steps * (total - done))} left" if steps else ""
+        if self._bar:
+            description = f"{self._title}: {what}"
+            self._bar.update(
+                self._task, description=description, completed=done, total=total, left=left
+            )
+        elif now - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            print(f"  {what} {done}/{total}  {left}".rstrip(), flush=True)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
