@@ -1,6 +1,7 @@
 """What the arms of a comparison share."""
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -97,8 +98,6 @@ crashing = Norm("crashes", reference.rms_norm, crashes)
 @pytest.fixture
 def own_norms(monkeypatch):
     """This module under a name that a norm's target can have."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "own_norms", sys.modules[__name__])
 
 

@@ -1,0 +1,62 @@
+"""Bytes that norms keep, and the search for the largest batch."""
+
+import dataclasses
+
+import pytest
+
+from compare import memory
+
+ROWS, WIDTH = 4 * 16, 16  # of the fixture's settings
+
+
+@pytest.mark.parametrize(
+    ("norm", "stream", "precision", "expected"),
+    [
+        # h and rstd
+        ("triton", "float32", "32-true", 4 * ROWS * WIDTH + 4 * ROWS),
+        ("triton", "bfloat16", "bf16-mixed", 2 * ROWS * WIDTH + 4 * ROWS),
+        # h in float32, rstd and x_hat in float32
+        ("eager", "float32", "32-true", 2 * 4 * ROWS * WIDTH + 4 * ROWS),
+        ("eager", "bfloat16", "bf16-mixed", 2 * 4 * ROWS * WIDTH + 4 * ROWS),
+    ],
+)
+def test_bytes_kept_for_backward(settings, norm, stream, precision, expected):
+    model = {**settings.model, "stream_dtype": stream}
+    settings = dataclasses.replace(settings, model=model, precision=precision)
+    assert memory.saved_bytes_of(settings, norm) == expected
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 8, 100, 1000])
+def test_the_largest_batch_is_found_to_within_three_percent(limit):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= limit
+
+    largest = memory.bisect_largest(fits, start=8)
+    assert limit - max(1, limit // 32) < largest <= limit or largest == limit
+    assert len(asked) <= 20
+
+
+def test_without_a_gpu_there_are_no_peaks(settings, in_this_process):
+    found = memory.run(settings, lambda *_: None)
+    for norm in settings.norms:
+        assert found[norm]["peak_allocated_gib"] is None
+        assert found[norm]["largest_batch"] is None
+        assert found[norm]["saved_bytes_per_norm"] > 0
+
+
+def test_peaks_of_two_processes_have_to_agree(settings, monkeypatch):
+    peaks = iter(
+        [{"retries": 0, "peak_allocated_gib": 1.0}, {"retries": 0, "peak_allocated_gib": 2.0}]
+    )
+    answers = {
+        "compare.memory:peak": lambda: next(peaks),
+        "compare.memory:largest_batch": lambda: 40,
+    }
+    monkeypatch.setattr(memory.child, "call", lambda target, *_, **__: answers[target]())
+    found = memory.on_gpu(settings, "eager", lambda *_: None)
+    assert found["repeat_equal"] is False
+    assert found["peak_allocated_gib"] == 1.0
+    assert found["largest_batch"] == 40

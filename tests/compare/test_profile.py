@@ -1,0 +1,75 @@
+"""What Amdahl's law says about given profiles."""
+
+import pytest
+
+from compare import profile
+
+
+def found(step_ms: float, norm_ms: float | None, busy_ms: float, **other: float) -> dict:
+    return {
+        "step_ms": step_ms,
+        "busy_ms": busy_ms,
+        "norm_ms": norm_ms,
+        "forward_ms": norm_ms and norm_ms / 4,
+        "backward_ms": norm_ms and 3 * norm_ms / 4,
+        "kernels": {"norm": {"norm": norm_ms} if norm_ms else {}, "other": other},
+    }
+
+
+def test_prediction_and_ceiling():
+    profiles = {"eager": found(100, 25, 100, matmul=75), "triton": found(81, 5, 80, matmul=75)}
+    judged = profile.judge(profiles, "eager", {"triton": 1.24})
+    assert judged["eager"]["norm_share"] == 0.25
+    assert judged["eager"]["amdahl_predicted"] is None
+    assert judged["triton"]["norm_share"] == pytest.approx(5 / 81)
+    assert judged["triton"]["amdahl_predicted"] == pytest.approx(1 / (0.75 + 0.25 / 5))
+    assert judged["triton"]["amdahl_ceiling"] == pytest.approx(4 / 3)
+    assert judged["triton"]["flag"] is None
+
+
+def test_above_the_ceiling_the_flag_says_where_the_time_went():
+    profiles = {
+        "eager": found(100, 25, 98, matmul=60, cast=13),
+        "triton": found(70, 5, 69, matmul=60, cast=4),
+    }
+    flag = profile.judge(profiles, "eager", {"triton": 1.4})["triton"]["flag"]
+    assert "1.400x is above the ceiling of 1.333x" in flag
+    assert "64.00 ms instead of 73.00" in flag
+    assert "cast (4.00 ms instead of 13.00)" in flag
+    assert "waiting 1.00 ms instead of 2.00" in flag
+
+
+def test_the_profiles_own_step_times_stand_in_for_a_missing_speed():
+    profiles = {"eager": found(100, 25, 100), "triton": found(70, 5, 70)}
+    assert "1.429x" in profile.judge(profiles, "eager", {})["triton"]["flag"]
+
+
+def test_a_fused_norm_has_no_share_and_says_why():
+    profiles = {"eager": found(100, None, 100, fused=99), "triton": found(99, 5, 99)}
+    judged = profile.judge(profiles, "eager", {"triton": 2.0})
+    assert judged["eager"]["norm_share"] is None
+    assert judged["eager"]["note"] == profile.FUSED
+    assert judged["triton"]["norm_share"] == pytest.approx(5 / 99)
+    for name in ("amdahl_predicted", "amdahl_ceiling", "flag", "note"):
+        assert judged["triton"][name] is None
+
+
+def test_top_is_sorted_and_marked():
+    listed = profile.top({"norm": {"a": 2.0}, "other": {f"b{i}": float(i) for i in range(20)}})
+    assert len(listed) == profile.TOP
+    assert listed[0] == {"kernel": "b19", "ms": 19.0, "norm": False}
+    assert [kernel["ms"] for kernel in listed] == sorted(
+        (kernel["ms"] for kernel in listed), reverse=True
+    )
+    assert {"kernel": "a", "ms": 2.0, "norm": True} in profile.top(
+        {"norm": {"a": 2.0}, "other": {}}
+    )
+
+
+def test_every_norm_is_profiled(settings, in_this_process):
+    judged = profile.run(settings, lambda *_: None, {})
+    assert set(judged) == {"eager", "aten"}
+    for norm in judged.values():
+        assert 0 < norm["norm_share"] < 1
+        assert norm["forward_ms"] > 0
+        assert norm["backward_ms"] > 0
