@@ -1,0 +1,207 @@
+"""`python -m compare` end to end: what a run leaves behind, single parts, Ctrl-C, bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from compare import __main__ as main
+from compare import speed
+from tests.compare.sample import parity
+
+PASS = parity()
+
+
+@pytest.fixture
+def outcomes(monkeypatch, in_this_process) -> dict:
+    """Parts that do not run here, by the name of their function, with what they return or raise.
+
+    At first, parity, which would take minutes, and all that is tested by itself.
+    """
+    outcomes = {
+        "compare.parity:run": PASS,
+        "compare.setup:norm_problems": [],
+        "compare.speed:first_call": 1.0,
+    }
+    here = main.child.call
+
+    def call(target, *arguments, **options):
+        if target not in outcomes:
+            return here(target, *arguments, **options)
+        if isinstance(outcomes[target], BaseException):
+            raise outcomes[target]
+        return outcomes[target]
+
+    monkeypatch.setattr(main.child, "call", call)
+    plan = speed.Plan(rounds=2, block_steps=1, warmup_steps=1, processes=1)
+    monkeypatch.setattr(speed, "plan", lambda *_: plan)
+    return outcomes
+
+
+@pytest.fixture
+def run(config, tmp_path):
+    """Calls compare with the small config, results in tmp_path."""
+    settings = {
+        "model": config["model"],
+        "data": config["data"],
+        "trainer": {"max_steps": 12, "accelerator": "cpu"},
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    root = ["--trainer.default_root_dir", str(tmp_path)]
+
+    def call(*arguments: str) -> int:
+        part = [arguments[0]] if arguments and not arguments[0].startswith("-") else []
+        flags = arguments[len(part) :]
+        norms = [] if "--norms" in flags else ["--norms", "eager,aten"]
+        return main.main([*part, "--config", str(path), *root, *norms, *flags])
+
+    return call
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_a_run_leaves_everything_that_is_promised(run, outcomes, tmp_path, capsys):
+    assert run() == 0
+    folder = tmp_path / "compare-small"
+    found = results(folder)
+    assert found.keys() >= {"speed", "profile", "memory", "parity", "environment", "config"}
+    assert found["missing"] == []
+    assert (found["scope"], found["baseline"], found["norms"]) == (
+        "eager",
+        "eager",
+        ["eager", "aten"],
+    )
+    assert found["cpu"] is True
+    assert found["command"].startswith("python -m compare --config ")
+    assert (folder / "report.html").stat().st_size > 1000
+    assert (folder / "report.md").exists()
+    assert not any(path.name.startswith(".") for path in folder.iterdir())
+    printed = capsys.readouterr().out
+    assert "say nothing about the kernel" in printed
+    assert f"Written to {folder}/report.html" in printed
+
+
+def test_several_scopes_have_a_folder_each_and_one_report(run, outcomes, tmp_path):
+    outcomes |= {"compare.memory:saved_bytes": {"eager": 1, "aten": 2}}
+    assert run("memory", "--scopes", "eager,compiled") == 0
+    folder = tmp_path / "compare-small"
+    assert results(folder / "eager")["memory"]["aten"]["saved_bytes_per_norm"] == 2
+    assert results(folder / "compiled")["scope"] == "compiled"
+    assert not (folder / "results.json").exists()
+    assert (folder / "report.html").exists()
+
+
+def test_a_single_part_joins_a_comparison_with_the_same_settings(run, outcomes, tmp_path):
+    outcomes |= {"compare.memory:saved_bytes": {"eager": 1, "aten": 2}}
+    assert run("memory") == 0
+    assert run("parity") == 0
+    found = results(tmp_path / "compare-small")
+    assert {"memory", "parity"} <= found.keys()
+    assert len(found["command"].splitlines()) == 2
+    assert run("memory", "--seed_everything", "1") == 0  # other settings, another folder
+    assert "parity" not in results(tmp_path / "compare-small-2")
+
+
+def test_the_report_is_rebuilt_from_results_alone(run, outcomes, tmp_path):
+    run("parity")
+    folder = tmp_path / "compare-small"
+    (folder / "report.html").unlink()
+    assert main.main(["report", str(folder)]) == 0
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(("verdict", "status"), [("pass", 0), ("fail", 1), ("inconclusive", 1)])
+def test_the_exit_status_is_paritys(run, outcomes, verdict, status):
+    outcomes["compare.parity:run"] = {**PASS, "verdict": verdict}
+    assert run("parity") == status
+
+
+def test_ctrl_c_keeps_what_was_measured(run, outcomes, tmp_path, capsys):
+    outcomes |= {
+        "compare.memory:saved_bytes": {"eager": 1, "aten": 2},
+        "compare.profile:measure": KeyboardInterrupt(),
+    }
+    assert run() == 130
+    found = results(tmp_path / "compare-small")
+    assert "speed" in found
+    assert found["missing"] == ["profile", "memory", "parity"]
+    assert (tmp_path / "compare-small" / "report.html").exists()
+    assert "profile, memory and parity" in capsys.readouterr().out
+
+
+def test_a_part_that_fails_does_not_end_the_others(run, outcomes, tmp_path, capsys):
+    outcomes |= {
+        "compare.memory:saved_bytes": {"eager": 1, "aten": 2},
+        "compare.speed:measure": main.ChildError("out of memory"),
+        "compare.profile:measure": main.ChildError("no profiler"),
+    }
+    assert run() == 1
+    assert results(tmp_path / "compare-small")["missing"] == ["speed", "profile"]
+    assert "error: out of memory" in capsys.readouterr().err
+
+
+def errors(capsys) -> str:
+    return capsys.readouterr().err
+
+
+def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
+    flags = [
+        "--norms",
+        "unknown,eager",
+        "--scopes",
+        "lazy",
+        "--rounds",
+        "1",
+        "--model.n_layer",
+        "0",
+    ]
+    assert run(*flags) == 2
+    printed = errors(capsys)
+    for fragment in ("unknown norm 'unknown'", "'lazy'", "rounds is 1", "n_layer is 0"):
+        assert fragment in printed
+    assert printed.count("unknown norm") == 1
+    assert "Traceback" not in printed
+    assert not list(tmp_path.glob("compare-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["--norms", "eager"], "at least two"),
+        (["--norms", "eager,eager"], "each once"),
+        (["--norms", "eager,no.such:norm"], "cannot be loaded"),
+        (["--scopes", "eager,eager"], "eager, compiled or both"),
+        (["--trainer.precision", "64-true"], "32-true, bf16-mixed, 16-mixed"),
+        (["--no_such_flag", "3"], "no_such_flag"),
+        (["velocity"], "There is no part 'velocity'"),
+    ],
+)
+def test_bad_input(run, capsys, arguments, fragment):
+    assert run(*arguments) == 2
+    printed = errors(capsys)
+    assert fragment in printed
+    assert all(line.startswith("error: ") for line in printed.splitlines())
+
+
+def test_a_norm_that_does_not_run_here_is_bad_input(run, outcomes, capsys, tmp_path):
+    outcomes["compare.setup:norm_problems"] = ["norm 'liger' needs x on a GPU"]
+    assert run() == 2
+    assert "error: norm 'liger' needs x on a GPU" in errors(capsys)
+    assert not list(tmp_path.glob("compare-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [([], "one argument"), (["{}"], "no results.json"), (["{}/broken"], "cannot be read")],
+)
+def test_bad_input_of_report(tmp_path, capsys, arguments, fragment):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "broken").mkdir()
+    (tmp_path / "empty" / "broken" / "results.json").write_text("{")
+    folder = tmp_path / ("empty" if fragment == "cannot be read" else "nothing")
+    assert main.main(["report", *(argument.format(folder) for argument in arguments)]) == 2
+    assert fragment in errors(capsys)
