@@ -120,7 +120,7 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, float]) 
     norms are: the prediction is 1 / ((1 - p) + p / s), the ceiling 1 / (1 - p).
     """
     base = profiles[baseline]
-    share = base["norm_ms"] and base["norm_ms"] / base["step_ms"]
+    share = norm_share(base)
     judged = {}
     for norm, found in profiles.items():
         ceiling = share and amdahl_ceiling(share)
@@ -131,7 +131,7 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, float]) 
             speedup = measured.get(norm, base["step_ms"] / found["step_ms"])
             flag = above_ceiling(speedup, ceiling, base, found) if speedup > ceiling else None
         judged[norm] = {
-            "norm_share": found["norm_ms"] and found["norm_ms"] / found["step_ms"],
+            "norm_share": norm_share(found),
             "forward_ms": found["forward_ms"],
             "backward_ms": found["backward_ms"],
             "step_ms": found["step_ms"],
@@ -143,6 +143,14 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, float]) 
             "top": top(found["kernels"]),
         }
     return judged
+
+
+def norm_share(found: dict) -> float | None:
+    """Of the step's time, 0 to 1; the profiler may have slowed a CPU down, whose step is then
+    taken to be as long as the work that was found in it."""
+    if found["norm_ms"] is None:
+        return None
+    return found["norm_ms"] / max(found["step_ms"], found["busy_ms"])
 
 
 def above_ceiling(speedup: float, ceiling: float, base: dict, found: dict) -> str:

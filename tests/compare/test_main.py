@@ -54,7 +54,9 @@ def run(config, tmp_path):
     def call(*arguments: str) -> int:
         part = [arguments[0]] if arguments and not arguments[0].startswith("-") else []
         flags = arguments[len(part) :]
-        norms = [] if "--norms" in flags else ["--norms", "eager,aten"]
+        norms = (
+            [] if any(flag.startswith("--norms") for flag in flags) else ["--norms", "eager,aten"]
+        )
         return main.main([*part, "--config", str(path), *root, *norms, *flags])
 
     return call

@@ -44,6 +44,11 @@ def test_the_profiles_own_step_times_stand_in_for_a_missing_speed():
     assert "1.429x" in profile.judge(profiles, "eager", {})["triton"]["flag"]
 
 
+def test_a_share_is_at_most_one():
+    profiles = {"eager": found(10, 19, 20), "triton": found(10, 5, 10)}
+    assert profile.judge(profiles, "eager", {})["eager"]["norm_share"] == 0.95
+
+
 def test_a_fused_norm_has_no_share_and_says_why():
     profiles = {"eager": found(100, None, 100, fused=99), "triton": found(99, 5, 99)}
     judged = profile.judge(profiles, "eager", {"triton": 2.0})
