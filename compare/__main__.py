@@ -13,7 +13,6 @@ from compare.child import ChildError, Progress
 from compare.cli import Request, parse
 from compare.live import Live
 from compare.setup import Settings
-from kernels.bench.environment import clocks
 from model.cli import UserError
 from model.environment import environment
 from model.files import create_run, newest_run
@@ -116,9 +115,10 @@ class Comparison:
         results = dict(found)
         for scope in request.scopes:
             settings = request.settings.with_scope(scope)
-            results[scope] = found.get(scope, empty_result(settings)) | {"environment": about}
-            commands = [results[scope].get("command"), command]
-            results[scope]["command"] = "\n".join(dict.fromkeys(filter(None, commands)))
+            result = results[scope] = found.get(scope) or empty_result(settings)
+            result["environment"] = result.get("environment", {}) | about
+            commands = [result.get("command"), command]
+            result["command"] = "\n".join(dict.fromkeys(filter(None, commands)))
         comparison = cls(request, folder, results)
         for scope, part in comparison.jobs():
             missing = results[scope]["missing"]
@@ -135,11 +135,9 @@ class Comparison:
     def measure(self, scope: str, part: str, progress: Progress) -> None:
         """Run one part and write its results."""
         settings, result = self.request.settings.with_scope(scope), self.results[scope]
-        start = clocks() if not result["cpu"] else None
         result[part] = run_part(settings, part, result, self.request.rounds, progress)
-        if start:
-            about = result["environment"].setdefault("clocks", {})
-            about[part] = {"start": start, "end": clocks()}
+        if part == "speed":
+            result["environment"]["clocks"] = result[part].pop("clocks")
         result["missing"] = [name for name in result["missing"] if name != part]
         self._save(scope)
 

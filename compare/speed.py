@@ -18,6 +18,7 @@ from compare.timing import (
     synchronize,
     time_block,
 )
+from kernels.bench.environment import clocks
 
 AA = "A/A"  # the second copy of the baseline
 BATCHES = 16  # generated beforehand, used in turn
@@ -69,7 +70,7 @@ def measure(settings: Settings, progress: Progress, plan: dict, seed: int) -> di
 
     Returns:
         steps_ms: for each arm (norms and A/A) a list of rounds, each a list of its block's steps;
-        host_us and busy: for each norm.
+        host_us and busy: for each norm; clocks: of the GPU just after the last block.
     """
     plan = Plan(**plan)
     arms = dict(zip([*settings.norms, AA], [*settings.norms, settings.baseline], strict=True))
@@ -89,11 +90,13 @@ def measure(settings: Settings, progress: Progress, plan: dict, seed: int) -> di
             ]
             for arm in order:
                 steps_ms[arm].append(time_block(steps[arm], block))
+    at_work = clocks() if settings.device.type == "cuda" else None
     progress("host time and busy GPU", total - 1, total)
     return {
         "steps_ms": steps_ms,
         "host_us": {norm: host_us(steps[norm], data) for norm in settings.norms},
         "busy": {norm: busy(steps[norm], data) for norm in settings.norms},
+        "clocks": at_work,
     }
 
 
@@ -171,6 +174,7 @@ def summary(
         "block_steps": plan.block_steps,
         "variants": variants,
         "aa": {**aa._asdict(), "samples_ms": medians[AA]},
+        "clocks": [measured["clocks"] for measured in processes],
     }
 
 
