@@ -133,11 +133,13 @@ def _markdown(page: dict) -> str:
 
 def _markdown_section(section: Section) -> list[str]:
     blocks = [f"{'#' * section.level} {section.title}", *section.sentences]
+    if section.code:
+        blocks.append(f"```\n{section.code}\n```")
     blocks += [f"![{figure.caption}]({figure.name})" for figure in section.figures]
     for table in section.tables:
         blocks += [f"{table.fold}:"] if table.fold else []
         blocks.append(_markdown_table(table))
-    return [*blocks, f"```\n{section.code}\n```"] if section.code else blocks
+    return blocks
 
 
 def _markdown_table(table: Table) -> str:

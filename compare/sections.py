@@ -146,7 +146,7 @@ def _speed_row(result: dict, norm: str) -> list[str]:
         _finding(result, norm),
         f"{min(medians):.3f} to {max(medians):.3f}" if medians else "",
         number(variant["tokens_per_s"], ",.0f"),
-        *(number(variant["first_call_s"][cache], ".1f") for cache in ("cold", "warm")),
+        *(number(variant["first_call_s"][cache], ".2f") for cache in ("cold", "warm")),
         number(variant["host_us"], ",.0f"),
     ]
 

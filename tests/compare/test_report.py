@@ -240,7 +240,7 @@ def test_page_has_the_numbers_of_the_results(complete, scope):
     expected = [f"{limit:.3f}" for limit in result["speed"]["aa"].values()][1:]
     for norm, variant in result["speed"]["variants"].items():
         expected += [f"{variant['step_ms'][p]:.2f}" for p in ("p10", "p50", "p90")]
-        expected += [f"{variant['first_call_s'][cache]:.1f}" for cache in ("cold", "warm")]
+        expected += [f"{variant['first_call_s'][cache]:.2f}" for cache in ("cold", "warm")]
         expected += [f"{variant['host_us']:.0f}", f"{variant['busy']:.1%}"]
         memory, profile = result["memory"][norm], result["profile"][norm]
         expected += [f"{memory[peak]:.2f}" for peak in ("peak_allocated_gib", "peak_reserved_gib")]
@@ -313,7 +313,7 @@ def test_cpu_banner(tmp_path):
 
 
 def test_text_of_results_is_escaped(tmp_path):
-    result = sample()
+    result = without(sample(), *PARTS)
     result["environment"]["gpu"] = "<b>GPU</b> | &"
     result["command"] = "python -m compare --norms 'eager,<i>mine</i>'"
     page, markdown = write([result], tmp_path)
@@ -334,7 +334,7 @@ def test_cpu_results_have_neither_peaks_nor_a_busy_share(tmp_path):
 
 
 def test_a_norm_that_is_fused_into_the_model_has_no_time_of_its_own(tmp_path):
-    result = sample("compiled")
+    result = without(sample("compiled"), "speed", "memory")
     unknown = dict.fromkeys(("norm_share", "forward_ms", "backward_ms", "amdahl_predicted"))
     result["profile"]["compiled"] |= unknown | {"note": "fused with what is around it"}
     page, _ = write([result], tmp_path)
@@ -343,7 +343,7 @@ def test_a_norm_that_is_fused_into_the_model_has_no_time_of_its_own(tmp_path):
 
 
 def test_diverged_training_is_shown(tmp_path):
-    result = sample()
+    result = without(sample(), "speed", "profile", "memory")
     training = result["parity"]["tiers"]["training"]
     training |= {"verdict": "fail", "ratio": None, "rms_difference": None}
     training["final_difference"] = dict.fromkeys(("mean", "low", "high"))
@@ -356,7 +356,7 @@ def test_diverged_training_is_shown(tmp_path):
 
 
 def test_missed_control_stands_out(tmp_path):
-    result = sample()
+    result = without(sample(), "speed", "profile", "memory")
     result["parity"]["controls"]["dw zero"] = {"caught": False, "tier": None, "detail": "passes"}
     result["parity"]["verdict"] = "fail"
     page, _ = write([result], tmp_path)
@@ -375,7 +375,9 @@ def test_norms_of_users_are_drawn_and_named(tmp_path):
 
 
 def test_results_of_two_streams_stand_side_by_side(tmp_path):
-    page, _ = write([sample(), sample(stream_dtype="float32")], tmp_path)
+    measured = ("speed", "profile", "memory")
+    streams = [without(sample(stream_dtype=s), *measured) for s in ("bfloat16", "float32")]
+    page, _ = write(streams, tmp_path)
     assert "With an eager model and a float32 stream" in page.text
     assert len(list(tmp_path.glob("losses-*.png"))) == 2
 
