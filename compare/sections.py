@@ -276,12 +276,14 @@ def _tier_rows(tiers: dict) -> list[list[str]]:
         for name in ("op", "float32")
     ]
     rms, ratio = number(training["rms_difference"], ".3g"), number(training["ratio"], ".3g")
-    largest_null, limit = number(training["largest_null"], ".3g"), training["limit"]
+    null, resolution = training["largest_null"], training["resolution"]
+    yardstick = f"the largest null run's {number(null, '.3g')}"
+    if _known(null) and null < resolution:
+        yardstick = f"float32's resolution of a loss, {resolution:.3g}, below which null runs stay"
     mean, low, high = (number(final[end], ".3g") for end in ("mean", "low", "high"))
     curves = (
         f"{training['steps']} steps, {len(training['seeds'])} seeds: smoothed losses {rms} apart "
-        f"(RMS), which is {ratio} times the largest null run's {largest_null}; {limit} times is "
-        "allowed."
+        f"(RMS), which is {ratio} times {yardstick}; {training['limit']} times is allowed."
     )
     end = (
         f"Final validation losses {mean} [{low}, {high}] apart; the interval has to lie within "
@@ -338,7 +340,8 @@ def _controls(controls: dict) -> Section:
 
 
 def _caught_by(found: dict) -> str:
-    return sentences.TIERS[found["tier"]] if found["caught"] else "no tier"
+    tiers = [sentences.TIERS[name] for name, verdict in found["tiers"].items() if verdict == "fail"]
+    return sentences.enumeration(tiers) or "no tier"
 
 
 # --- the rest ---------------------------------------------------------------------------------

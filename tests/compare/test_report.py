@@ -259,7 +259,9 @@ def test_page_shows_parity_and_its_controls(complete):
         for shown in ("0.00121", "0.00134", "0.903", "0.0002 [-0.0011, 0.0015] apart", "+/-0.0042"):
             assert shown in text
         for fault, control in sample()["parity"]["controls"].items():
-            row = f"{fault} yes {sentences.TIERS[control['tier']]} {control['detail']}"
+            caught = {"op": "the norm alone and training in float32"}
+            by = caught.get(control["tier"], "training in float32")
+            row = f"{fault} yes {by} {control['detail']}"
             assert row in re.sub(r"[ |]+", " ", text)
 
 
@@ -355,12 +357,21 @@ def test_diverged_training_is_shown(tmp_path):
     assert "n/a apart (RMS), which is n/a times the largest null run's 0.00134" in page.text
 
 
+def test_curves_without_noise_are_measured_by_float32(tmp_path):
+    result = without(sample(), "speed", "profile", "memory")
+    training = result["parity"]["tiers"]["training"]
+    training |= {"largest_null": 0.0, "resolution": 6e-7, "rms_difference": 3e-7, "ratio": 0.5}
+    page, _ = write([result], tmp_path)
+    assert "0.5 times float32's resolution of a loss, 6e-07" in page.text
+    assert "largest null run's" not in page.text
+
+
 def test_missed_control_stands_out(tmp_path):
     result = without(sample(), "speed", "profile", "memory")
-    result["parity"]["controls"]["dw zero"] = {"caught": False, "tier": None, "detail": "passes"}
+    result["parity"]["controls"]["dw zero"] |= {"caught": False, "tier": None, "tiers": {}}
     result["parity"]["verdict"] = "fail"
     page, _ = write([result], tmp_path)
-    assert "dw zero NO no tier passes" in page.text
+    assert "dw zero NO no tier dw: 1" in page.text
 
 
 def test_norms_of_users_are_drawn_and_named(tmp_path):
