@@ -11,7 +11,7 @@ from pathlib import Path
 from compare import child, memory, profile, report, sentences, speed
 from compare.child import ChildError, Progress
 from compare.cli import Request, parse
-from compare.live import Live
+from compare.live import live
 from compare.setup import Settings
 from model.cli import UserError
 from model.environment import environment
@@ -32,12 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         if argv and argv[0] == "report":
             return rebuild(argv[1:])
         request = parse(argv)
-        live = Live()
-        with live.part("trying the norms") as progress:
+        with live("trying the norms") as progress:
             config = request.settings.config
             if problems := child.call("compare.setup:norm_problems", config, progress):
                 raise UserError(*problems)
-        return compare(request, shlex.join(["python", "-m", "compare", *argv]), live)
+        return compare(request, shlex.join(["python", "-m", "compare", *argv]))
     except UserError as error:
         print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
         return BAD_INPUT
@@ -45,31 +44,31 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def compare(request: Request, command: str, live: Live) -> int:
+def compare(request: Request, command: str) -> int:
     """Run the parts asked for, one after the other; results and report are there in any case."""
     comparison = Comparison.open(request, command)
     jobs, interrupted = list(comparison.jobs()), False
-    live.say(f"Results go to {comparison.folder}/")
+    print(f"Results go to {comparison.folder}/")
     if request.settings.device.type != "cuda":
-        live.say(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
+        print(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
     try:
         for number, (scope, part) in enumerate(jobs, start=1):
             title = f"{number}/{len(jobs)} {part}, {scope} model"
             try:
-                with live.part(title) as progress:
+                with live(title) as progress:
                     comparison.measure(scope, part, progress)
             except ChildError as error:
                 print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
-        live.say("Interrupted: what was measured is kept.")
+        print("Interrupted: what was measured is kept.")
     finally:
         comparison.write()
     for result in comparison.results.values():
-        live.say(sentences.headline(result))
+        print(sentences.headline(result))
     for sentence in sentences.missing(list(comparison.results.values())):
-        live.say(sentence)
-    live.say(f"Written to {comparison.folder}/{report.HTML}")
+        print(sentence)
+    print(f"Written to {comparison.folder}/{report.HTML}")
     return INTERRUPTED if interrupted else comparison.status()
 
 

@@ -11,29 +11,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Live:
-    """One live line on a terminal; elsewhere a plain line every few seconds."""
+@contextmanager
+def live(title: str) -> Iterator["Part"]:
+    """Progress of one part, to be called with what is done, steps done and steps in all.
 
-    def __init__(self) -> None:
-        self._console = Console(file=sys.stdout)
-
-    @contextmanager
-    def part(self, title: str) -> Iterator["Part"]:
-        """Progress of one part, to be called with what is done, steps done and steps in all."""
-        started = time.monotonic()
-        bar = None
-        if self._console.is_terminal:
-            columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()
-            left = TextColumn("{task.fields[left]}")
-            bar = Progress(*columns, left, console=self._console, transient=True)
-        else:
-            print(f"{title} ...", flush=True)
-        with bar or _nothing():
+    One live line on a terminal; elsewhere a plain line every few seconds.
+    """
+    started, console = time.monotonic(), Console(file=sys.stdout)
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn()
+        left = TextColumn("{task.fields[left]}")
+        with Progress(*columns, left, console=console, transient=True) as bar:
             yield Part(title, bar)
-        print(f"{title}: {_clock(time.monotonic() - started)}", flush=True)
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
+    else:
+        print(f"{title} ...", flush=True)
+        yield Part(title, None)
+    print(f"{title}: {_clock(time.monotonic() - started)}", flush=True)
 
 
 class Part:
@@ -60,11 +53,6 @@ class Part:
         elif now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
             print(f"  {what} {done}/{total}  {left}".rstrip(), flush=True)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _clock(seconds: float) -> str:
