@@ -18,6 +18,11 @@ def small(settings, device):
     return dataclasses.replace(settings, device=device)
 
 
+@pytest.fixture(scope="module")
+def references(settings, device) -> dict:
+    return parity.reference_runs(dataclasses.replace(settings, device=device), LITTLE, ignore)
+
+
 def ignore(what: str, done: int, total: int) -> None:
     pass
 
@@ -46,12 +51,17 @@ def test_in_bfloat16_inputs_as_small_as_eps_are_what_gives_a_wrong_eps_away(smal
     assert "y of norm, RMS error" not in failed
 
 
-def test_a_norm_without_fault_goes_through_training_and_is_not_caught(small):
-    references = parity.reference_runs(small, LITTLE, ignore)
+def test_a_norm_without_fault_goes_through_training_and_is_not_caught(small, references):
     found = parity.control(small, "aten", LITTLE, references, ignore)
     assert not found["caught"]
     assert found["tier"] is None
     assert list(found["tiers"]) == ["op", "float32", "training"]
+
+
+@pytest.mark.parametrize("fault", ["wrong eps", "dx without its projection term", "dw zero"])
+def test_loss_curves_alone_would_give_a_fault_away_in_float32(small, references, fault):
+    found = parity.training_tier(small, CONTROLS[fault], LITTLE, references, ignore)
+    assert found["verdict"] == "fail"
 
 
 @pytest.mark.parametrize(
