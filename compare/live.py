@@ -35,14 +35,16 @@ class Part:
     def __init__(self, title: str, bar: Progress | None) -> None:
         self._title, self._bar = title, bar
         self._task = bar and bar.add_task(title, total=None, left="")
-        self._phase: tuple[int, int, float] | None = None  # its total, steps and time at its start
+        self._latest = 0, 0  # steps done and in all
+        self._start = 0, 0.0  # of this phase: steps done, time
         self._last_line = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if self._phase is None or self._phase[0] != total or done < self._phase[1]:
-            self._phase = total, done, now
-        _, first, started = self._phase
+        if total != self._latest[1] or done < self._latest[0]:  # another phase has begun
+            self._start = done, now
+        self._latest = done, total
+        first, started = self._start
         steps = done - first
         left = f"{_clock((now - started) / steps * (total - done))} left" if steps else ""
         if self._bar:
