@@ -1,5 +1,7 @@
 """What the norms accept: one check that every implementation makes before it computes."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,8 @@ def check_arguments(
     out_dtype: torch.dtype | None,
 ) -> None:
     """Raise ValueError naming the first argument that is wrong, what it was and what is allowed."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, but it is a {type(x).__name__}")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"x must have a last dimension of at least one feature, but its shape is {_shape(x)}"
@@ -41,13 +45,15 @@ def check_arguments(
                 f"weight must have the shape ({x.shape[-1]},) of x's last dimension, "
                 f"but its shape is {_shape(weight)}"
             )
-    if not eps >= 0:
-        raise ValueError(f"eps must be zero or larger, but it is {eps}")
+    if not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number, zero or larger, but it is {eps!r}")
     if out_dtype is not None and out_dtype not in DTYPES:
         raise ValueError(f"out_dtype must be one of {_names(DTYPES)}, but it is {out_dtype}")
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, but it is a {type(tensor).__name__}")
     if tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} must have one of the dtypes {_names(DTYPES)}, but it is {tensor.dtype}"

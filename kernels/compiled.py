@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.arguments import check_arguments
 from kernels.registry import Norm
 
 
@@ -31,6 +32,7 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`kernels.reference.rms_norm`, compiled."""
+    check_arguments(x, None, weight, eps, out_dtype)
     function = _compiled_for(reference.rms_norm, x, weight, out_dtype)
     return function(x, weight, eps, out_dtype=out_dtype)
 
@@ -44,6 +46,7 @@ def add_rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`kernels.reference.add_rms_norm`, compiled."""
+    check_arguments(x, residual, weight, eps, out_dtype)
     function = _compiled_for(reference.add_rms_norm, x, weight, residual.dtype, out_dtype)
     return function(x, residual, weight, eps, out_dtype=out_dtype)
 

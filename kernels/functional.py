@@ -76,6 +76,8 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _check_device(x: Tensor) -> None:
+    if x.is_meta or x.layout != torch.strided:
+        raise ValueError(f"x must be a dense tensor with data, but it is {x.layout} on {x.device}")
     if not x.is_cuda and not interpreter.INTERPRETED:
         raise ValueError(
             f"x must be on a CUDA device for the Triton kernels, but it is on {x.device}; "

@@ -23,8 +23,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-6, norm: str = "triton") -> None:
         super().__init__()
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, but it is {dim}")
+        if not isinstance(dim, int) or dim < 1:
+            raise ValueError(f"dim must be a whole number of at least 1, but it is {dim!r}")
         self.dim = dim
         self.eps = eps
         self.norm = load_norm(norm)

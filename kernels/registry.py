@@ -60,6 +60,8 @@ def load_norm(name: str) -> Norm:
         ValueError: if the name is unknown, its package is not installed, or what it names is not
             a norm; the message says which names there are.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"norm must be a name, but it is a {type(name).__name__}")
     if name in NORMS:
         entry = NORMS[name]
         if not entry.installed:
@@ -78,12 +80,17 @@ def load_norm(name: str) -> Norm:
 
 def _load(name: str, target: str) -> Norm:
     module_name, _, attribute = target.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
+        raise ValueError(f"norm {name!r} is not of the form package.module:name")
     try:
         norm = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"norm {name!r} cannot be loaded: {error}") from error
-    if not isinstance(norm, Norm) and callable(norm):
-        norm = norm()
+        if not isinstance(norm, Norm) and callable(norm):
+            norm = norm()
+    except ValueError:
+        raise  # a norm's own sentence about what it misses
+    except Exception as error:  # somebody else's module may raise anything
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"norm {name!r} cannot be loaded: {what}") from error
     if not isinstance(norm, Norm):
         raise ValueError(
             f"norm {name!r} must name a kernels.Norm or a function without arguments that returns "

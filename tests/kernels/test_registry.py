@@ -40,6 +40,9 @@ def make():
 
 norm = make()
 number = 3
+
+def broken():
+    raise RuntimeError("no luck today")
 """
 
 
@@ -63,8 +66,12 @@ def test_a_norm_of_ones_own(own_module, attribute, device):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("no_such_module:norm", "'no_such_module:norm' cannot be loaded: No module named"),
+        ("no_such_module:norm", "'no_such_module:norm' cannot be loaded: .* No module named"),
         ("own_norm_module:nothing", "cannot be loaded: .* no attribute 'nothing'"),
+        ("own_norm_module:broken", "cannot be loaded: RuntimeError: no luck today"),
+        ("..own_norm_module:norm", "is not of the form package.module:name"),
+        (":", "is not of the form package.module:name"),
+        (None, "norm must be a name, but it is a NoneType"),
         ("own_norm_module:number", "must name a kernels.Norm .* but it names a int"),
     ],
 )
@@ -88,5 +95,5 @@ def test_module_output_has_the_autocast_dtype_and_the_stream_keeps_its_own(name,
 
 
 def test_module_refuses_an_empty_dimension():
-    with pytest.raises(ValueError, match="dim must be at least 1, but it is 0"):
+    with pytest.raises(ValueError, match="dim must be a whole number of at least 1, but it is 0"):
         RMSNorm(0)
