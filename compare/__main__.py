@@ -13,6 +13,7 @@ from compare.child import ChildError, Progress
 from compare.cli import Request, parse
 from compare.live import live
 from compare.setup import Settings
+from compare.statistics import Interval
 from model.cli import UserError
 from model.environment import environment
 from model.files import create_run, newest_run
@@ -175,7 +176,11 @@ def run_part(
             return speed.run(settings, progress, speed.plan(settings, rounds))
         case "profile":
             variants = result.get("speed", {}).get("variants", {})
-            measured = {n: v["speedup"]["median"] for n, v in variants.items() if "speedup" in v}
+            speedups = {norm: v["speedup"] for norm, v in variants.items() if "speedup" in v}
+            measured = {
+                norm: Interval(found["median"], found["low"], found["high"])
+                for norm, found in speedups.items()
+            }
             return profile.run(settings, progress, measured)
         case "memory":
             return memory.run(settings, progress)

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from compare import child
 from compare.child import Progress
 from compare.setup import Settings, batches
-from compare.statistics import amdahl, amdahl_ceiling, covered, percentiles
+from compare.statistics import Interval, amdahl, amdahl_ceiling, covered, percentiles
 from compare.timing import (
     PROFILED_STEPS,
     no_garbage_collection,
@@ -25,7 +25,7 @@ TOP = 12  # kernels that are listed
 FUSED = "In a compiled model this norm is fused with what is around it: it has no time of its own."
 
 
-def run(settings: Settings, progress: Progress, measured: dict[str, float]) -> dict:
+def run(settings: Settings, progress: Progress, measured: dict[str, Interval]) -> dict:
     """Each norm's share of the step, as results.json has it under "profile".
 
     Args:
@@ -113,7 +113,7 @@ def figures(work: list[Work], steps: int) -> dict:
     }
 
 
-def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, float]) -> dict:
+def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, Interval]) -> dict:
     """The share of each norm, and Amdahl's prediction and ceiling beside what was measured.
 
     With p, the baseline's norms' share of its step, and s, how many times faster the variant's
@@ -128,8 +128,9 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, float]) 
         if norm != baseline and share:
             if found["norm_ms"]:
                 predicted = amdahl(share, base["norm_ms"] / found["norm_ms"])
-            speedup = measured.get(norm, base["step_ms"] / found["step_ms"])
-            flag = above_ceiling(speedup, ceiling, base, found) if speedup > ceiling else None
+            speedup = measured.get(norm) or Interval(*[base["step_ms"] / found["step_ms"]] * 3)
+            if speedup.median > ceiling:
+                flag = above_ceiling(speedup, ceiling, base, found)
         judged[norm] = {
             "norm_share": norm_share(found),
             "forward_ms": found["forward_ms"],
@@ -153,27 +154,22 @@ def norm_share(found: dict) -> float | None:
     return found["norm_ms"] / max(found["step_ms"], found["busy_ms"])
 
 
-def above_ceiling(speedup: float, ceiling: float, base: dict, found: dict) -> str:
+def above_ceiling(speedup: Interval, ceiling: float, base: dict, found: dict) -> str:
     """Where the time went that the norms' share does not account for."""
-    sentence = (
-        f"Measured {speedup:.3f}x is above the ceiling of {ceiling:.3f}x, so that not only the "
-        f"norms changed"
-    )
+    sentence = f"Measured {speedup.median:.3f}x is above the ceiling of {ceiling:.3f}x"
+    if speedup.low <= ceiling:
+        return f"{sentence}, but its interval begins below that: it may be noise."
     outside = [p["busy_ms"] - (p["norm_ms"] or 0) for p in (base, found)]
     idle = [max(0.0, p["step_ms"] - p["busy_ms"]) for p in (base, found)]
     before, after = base["kernels"]["other"], found["kernels"]["other"]
     saved = {name: ms - after.get(name, 0.0) for name, ms in before.items()}
-    most = max(saved, key=saved.get, default=None)
-    sentence += (
-        f": a step's work outside of them took {outside[1]:.2f} ms instead of {outside[0]:.2f}, "
-        f"and waiting {idle[1]:.2f} ms instead of {idle[0]:.2f}"
+    most = max(saved, key=saved.get)
+    return (
+        f"{sentence}, so that not only the norms changed: work outside of them takes "
+        f"{outside[1]:.2f} ms a step instead of {outside[0]:.2f}, waiting {idle[1]:.2f} ms instead "
+        f"of {idle[0]:.2f}. The largest change is that of {most[:80]}, {after.get(most, 0.0):.2f} "
+        f"ms instead of {before[most]:.2f}."
     )
-    if most is not None and saved[most] > 0:
-        sentence += (
-            f"; most of it in {most[:80]} ({after.get(most, 0.0):.2f} ms instead of "
-            f"{before[most]:.2f})"
-        )
-    return sentence + "."
 
 
 def top(kernels: dict[str, dict[str, float]]) -> list[dict]:

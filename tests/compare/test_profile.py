@@ -3,6 +3,7 @@
 import pytest
 
 from compare import profile
+from compare.statistics import Interval
 
 
 def found(step_ms: float, norm_ms: float | None, busy_ms: float, **other: float) -> dict:
@@ -18,7 +19,7 @@ def found(step_ms: float, norm_ms: float | None, busy_ms: float, **other: float)
 
 def test_prediction_and_ceiling():
     profiles = {"eager": found(100, 25, 100, matmul=75), "triton": found(81, 5, 80, matmul=75)}
-    judged = profile.judge(profiles, "eager", {"triton": 1.24})
+    judged = profile.judge(profiles, "eager", {"triton": Interval(1.24, 1.23, 1.25)})
     assert judged["eager"]["norm_share"] == 0.25
     assert judged["eager"]["amdahl_predicted"] is None
     assert judged["triton"]["norm_share"] == pytest.approx(5 / 81)
@@ -32,15 +33,21 @@ def test_above_the_ceiling_the_flag_says_where_the_time_went():
         "eager": found(100, 25, 98, matmul=60, cast=13),
         "triton": found(70, 5, 69, matmul=60, cast=4),
     }
-    flag = profile.judge(profiles, "eager", {"triton": 1.4})["triton"]["flag"]
+    flag = profile.judge(profiles, "eager", {"triton": Interval(1.4, 1.39, 1.41)})["triton"]["flag"]
     assert "1.400x is above the ceiling of 1.333x" in flag
-    assert "64.00 ms instead of 73.00" in flag
-    assert "cast (4.00 ms instead of 13.00)" in flag
+    assert "64.00 ms a step instead of 73.00" in flag
+    assert "that of cast, 4.00 ms instead of 13.00" in flag
     assert "waiting 1.00 ms instead of 2.00" in flag
 
 
+def test_an_interval_that_begins_below_the_ceiling_may_be_noise():
+    profiles = {"eager": found(100, 25, 98), "triton": found(70, 5, 69)}
+    judged = profile.judge(profiles, "eager", {"triton": Interval(1.4, 1.2, 1.6)})
+    assert "may be noise" in judged["triton"]["flag"]
+
+
 def test_the_profiles_own_step_times_stand_in_for_a_missing_speed():
-    profiles = {"eager": found(100, 25, 100), "triton": found(70, 5, 70)}
+    profiles = {"eager": found(100, 25, 100, a=75), "triton": found(70, 5, 70, a=65)}
     assert "1.429x" in profile.judge(profiles, "eager", {})["triton"]["flag"]
 
 
@@ -51,7 +58,7 @@ def test_a_share_is_at_most_one():
 
 def test_a_fused_norm_has_no_share_and_says_why():
     profiles = {"eager": found(100, None, 100, fused=99), "triton": found(99, 5, 99)}
-    judged = profile.judge(profiles, "eager", {"triton": 2.0})
+    judged = profile.judge(profiles, "eager", {"triton": Interval(2.0, 1.9, 2.1)})
     assert judged["eager"]["norm_share"] is None
     assert judged["eager"]["note"] == profile.FUSED
     assert judged["triton"]["norm_share"] == pytest.approx(5 / 99)
