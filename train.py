@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import errno
 import logging
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -28,12 +29,12 @@ from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, figures, plot_loss, table, write_json
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Train; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM."""
     quieten()
     try:
         parser, settings = parse(sys.argv[1:] if argv is None else argv)
@@ -69,11 +70,11 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     trainer = build_trainer(ready.trainer, run, loggers, callbacks)
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
-    except SystemExit:  # Lightning's answer to a Ctrl-C that could not wait
-        if not stopper.interrupted:
+    except SystemExit:  # Lightning's answer to a signal that could not wait
+        if stopper.signal is None:
             raise
     summarise(settings, run, trainer, model, recorder, metrics, stopper, sampler)
-    return INTERRUPTED if stopper.interrupted else 0
+    return 0 if stopper.signal is None else 128 + stopper.signal
 
 
 def place(settings: Namespace, model: LitGPT) -> tuple[Path, Path | None, int | None]:
@@ -151,7 +152,7 @@ def summarise(
         "precision": settings.trainer.precision,
         "stream_dtype": settings.model.stream_dtype,
         "compile": settings.model.compile,
-        "interrupted": stopper.interrupted,
+        "interrupted": stopper.signal is not None,
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
         **figures(
             metrics.rows,

@@ -9,6 +9,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiktoken import Encoding
@@ -57,7 +58,8 @@ class Recorder(Callback):
         self._lr = optimizer.param_groups[0]["lr"]  # once the step is over it is the next step's
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self._losses.append(outputs["loss"])
+        # Lightning has divided the loss by this number, for gradients that are to be averaged.
+        self._losses.append(outputs["loss"] * trainer.accumulate_grad_batches)
         self._tokens += batch[:, 1:].numel()
         if trainer.global_step == self._steps_done:
             return  # a micro-batch before the last one of its step
@@ -145,33 +147,37 @@ def _elapsed_ms(start: Any, end: Any) -> float:
 class Stopper(Callback):
     """Ends training in good order: with a validation and a checkpoint of the very last step.
 
-    That is so after `max_steps` and after Ctrl-C, which lets the running step finish. A second
-    Ctrl-C interrupts at once. Comes before the Recorder, which logs the last step.
+    That is so after `max_steps`, and after Ctrl-C (SIGINT) or SIGTERM, which let the running step
+    finish. A second signal interrupts at once. Comes before the Recorder, which logs the last step.
 
     Attributes:
-        interrupted: Whether Ctrl-C was pressed.
+        signal: The first of those signals that came, or None.
     """
 
     def __init__(self) -> None:
-        self.interrupted = False
+        self.signal: signal.Signals | None = None
         self._steps_done = 0
-        self._previous_handler: Any = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps_done = trainer.global_step
-        self._previous_handler = signal.signal(signal.SIGINT, self._on_sigint)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the latter instead of Lightning's handler
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
 
-    def _on_sigint(self, signum: int, frame: Any) -> None:
-        if self.interrupted:
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.signal is not None:
             raise KeyboardInterrupt
-        self.interrupted = True
-        print("Interrupted: finishing this step and validating. Ctrl-C again stops at once.")
+        self.signal = signal.Signals(number)
+        print(
+            f"{self.signal.name}: finishing this step and validating. "
+            f"Ctrl-C, or another signal, stops at once."
+        )
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == self._steps_done:
             return  # a step is not left half accumulated
         self._steps_done = trainer.global_step
-        stop = self.interrupted
+        stop = self.signal is not None
         if trainer.world_size > 1:  # all processes have to stop after the same step
             stop = is_log_step(trainer) and trainer.strategy.reduce_boolean_decision(
                 stop, all=False
@@ -180,11 +186,14 @@ class Stopper(Callback):
             trainer.should_stop = True  # Lightning validates before it stops
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._previous_handler)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
 
     def on_exception(self, trainer, pl_module, exception) -> None:
-        if isinstance(exception, KeyboardInterrupt):
-            self.interrupted = True
+        if self.signal is None and isinstance(exception, KeyboardInterrupt):
+            self.signal = signal.SIGINT
+        if isinstance(exception, SIGTERMException):  # it came before training started
+            self.signal = signal.SIGTERM
 
 
 class Sampler(Callback):

@@ -66,19 +66,19 @@ def losses(folder: Path, key: str = "loss") -> dict[int, float]:
 
 
 class InterruptAfter(Callback):
-    """Presses Ctrl-C while step `step` is running, `times` times."""
+    """Sends a signal, Ctrl-C's if not another, while step `step` is running, `times` times."""
 
-    def __init__(self, step: int, times: int = 1) -> None:
-        self.step, self.times = step, times
+    def __init__(self, step: int, times: int = 1, number: int = signal.SIGINT) -> None:
+        self.step, self.times, self.number = step, times, number
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
         if trainer.global_step == self.step - 1:
             for _ in range(self.times):
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), self.number)
 
 
-def interrupt(step: int, times: int = 1) -> list[str]:
-    arguments = {"step": step, "times": times}
+def interrupt(step: int, times: int = 1, number: int = signal.SIGINT) -> list[str]:
+    arguments = {"step": step, "times": times, "number": int(number)}
     callback = {"class_path": f"{__name__}.InterruptAfter", "init_args": arguments}
     return ["--trainer.callbacks", json.dumps([callback])]
 
@@ -145,6 +145,14 @@ def test_resuming_twice_gives_the_losses_of_the_uninterrupted_run(run, tmp_path,
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+def test_accumulation_reports_the_losses_of_the_larger_batch(run, tmp_path):
+    settings = ["--trainer.max_steps", "4", "--trainer.limit_val_batches", "0", "--data.batch_size"]
+    assert run("--name", "whole", *settings, "4") == 0
+    assert run("--name", "parts", *settings, "2", "--trainer.accumulate_grad_batches", "2") == 0
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert parts == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
+
+
 def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path):
     assert run("--name", "mine", "--model.n_embd", "24", "--trainer.max_steps", "2") == 0
     flags = ["--name", "mine", "--ckpt_path", "last", "--trainer.max_steps", "3"]
@@ -170,6 +178,21 @@ def test_ctrl_c_twice_stops_at_once_and_still_summarises(run, tmp_path):
     summary = json.loads((tmp_path / "small-eager" / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["interrupted"]
+    assert set(losses(tmp_path / "small-eager")) == {1, 2}
+
+
+def test_sigterm_ends_a_run_in_good_order(run, tmp_path):
+    assert run("--name", "whole") == 0
+    assert run("--name", "parts", *interrupt(5, number=signal.SIGTERM)) == 143
+    assert json.loads((tmp_path / "parts" / "summary.json").read_text())["steps"] == 5
+    checkpoint = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 5
+    assert run("--name", "parts", "--ckpt_path", "last") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_sigterm_twice_stops_at_once(run, tmp_path):
+    assert run(*interrupt(3, times=2, number=signal.SIGTERM)) == 143
     assert set(losses(tmp_path / "small-eager")) == {1, 2}
 
 
