@@ -136,8 +136,8 @@ class Comparison:
         """Run one part and write its results."""
         settings, result = self.request.settings.with_scope(scope), self.results[scope]
         result[part] = run_part(settings, part, result, self.request.rounds, progress)
-        if part == "speed":
-            result["environment"]["clocks"] = result[part].pop("clocks")
+        if part == "speed" and (clocks := result[part].pop("clocks")):
+            result["environment"]["clocks"] = clocks
         result["missing"] = [name for name in result["missing"] if name != part]
         self._save(scope)
 

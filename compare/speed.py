@@ -174,7 +174,11 @@ def summary(
         "block_steps": plan.block_steps,
         "variants": variants,
         "aa": {**aa._asdict(), "samples_ms": medians[AA]},
-        "clocks": [measured["clocks"] for measured in processes],
+        "clocks": {
+            f"process {number}": measured["clocks"]
+            for number, measured in enumerate(processes, start=1)
+            if measured["clocks"]
+        },
     }
 
 

@@ -17,21 +17,21 @@ def nothing(*_):
     pass
 
 
-def process(eager: list, aa: list, fast: list) -> dict:
+def process(eager: list, aa: list, fast: list, clocks: dict | None = None) -> dict:
     """Samples of one process with one step a block."""
     arms = {"eager": eager, AA: aa, "aten": fast}
     return {
         "steps_ms": {arm: [[ms] for ms in rounds] for arm, rounds in arms.items()},
         "host_us": {"eager": 20.0, "aten": 10.0},
         "busy": {"eager": None, "aten": None},
-        "clocks": None,
+        "clocks": clocks,
     }
 
 
 def test_summary_of_known_samples(settings):
     first = {"eager": {"cold": 2.0, "warm": 1.0}, "aten": {"cold": 4.0, "warm": 3.0}}
     processes = [
-        process([10, 20, 40], [10, 20, 40], [5, 10, 20]),
+        process([10, 20, 40], [10, 20, 40], [5, 10, 20], {"clocks.sm": "1980"}),
         process([10, 20, 40], [10, 20, 40], [5, 10, 20]),
     ]
     found = speed.summary(settings, PLAN, processes, first)
@@ -50,6 +50,7 @@ def test_summary_of_known_samples(settings):
     assert aten["first_call_s"] == {"cold": 4.0, "warm": 3.0}
     assert (aten["host_us"], aten["busy"]) == (10, None)
     assert found["aa"]["low"] == found["aa"]["high"] == 1
+    assert found["clocks"] == {"process 1": {"clocks.sm": "1980"}}
 
 
 def test_a_difference_within_the_aa_interval_is_none(settings):
