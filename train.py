@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
-from lightning import Trainer, seed_everything
+from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
@@ -67,7 +67,9 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     if ready.trainer.enable_progress_bar is not False:
         callbacks.append(LiveProgress(recorder))
     loggers = [metrics, EventsFile(run, resume_step)]
-    trainer = build_trainer(ready.trainer, run, loggers, callbacks)
+    if ready.trainer.enable_checkpointing is not False:
+        callbacks += checkpoints(run, metrics)
+    trainer = build_trainer(ready.trainer, loggers, callbacks)
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:  # Lightning's answer to a signal that could not wait
@@ -107,13 +109,14 @@ def save_config(parser: ArgumentParser, settings: Namespace, run: Path) -> None:
         temporary.write_text(parser.dump(resolved, skip_unset=False))
 
 
-def build_trainer(options: Namespace, run: Path, loggers: list, callbacks: list) -> Trainer:
-    """The Trainer that `options` describe, with our loggers, callbacks and checkpoints added."""
-    if options.enable_checkpointing is not False:
-        best = ModelCheckpoint(
-            run, filename="best", monitor="val_loss", enable_version_counter=False
-        )
-        callbacks = [*callbacks, best, LastCheckpoint(run / "last.ckpt")]
+def checkpoints(run: Path, metrics: MetricsFile) -> list[Callback]:
+    """What saves the checkpoint with the lowest validation loss, and that of the last step."""
+    best = ModelCheckpoint(run, filename="best", monitor="val_loss", enable_version_counter=False)
+    return [best, LastCheckpoint(run / "last.ckpt", metrics)]
+
+
+def build_trainer(options: Namespace, loggers: list, callbacks: list[Callback]) -> Trainer:
+    """The Trainer that `options` describe, with our loggers and callbacks added."""
     return Trainer(
         **{
             **options,

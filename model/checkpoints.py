@@ -13,13 +13,17 @@ from lightning.pytorch.callbacks import Checkpoint
 from model.cli import UserError
 from model.files import replacing
 from model.lit import LitGPT
+from model.loggers import MetricsFile
 
 
 class LastCheckpoint(Checkpoint):
-    """Saves last.ckpt after every validation, and at the end where there is no validation."""
+    """Saves last.ckpt after every validation, and at the end where there is no validation.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    `metrics` is written before, so that a run resumed from last.ckpt has all rows up to it.
+    """
+
+    def __init__(self, path: Path, metrics: MetricsFile) -> None:
+        self.path, self.metrics = path, metrics
         self._saved_step = -1
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -31,6 +35,7 @@ class LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.global_step != self._saved_step:
+            self.metrics.write()
             trainer.save_checkpoint(self.path)
             self._saved_step = trainer.global_step
 

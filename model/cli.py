@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -66,7 +67,7 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
         sentence = " ".join(str(error).split())
         raise UserError(sentence, *_norm_problems(first.norm)) from None
     settings.name = name or settings.name or f"{Path(config).stem}-{settings.norm}"
-    if Path(settings.name).name != settings.name:
+    if Path(settings.name).name != settings.name or settings.name == "..":
         raise UserError(f"The name {settings.name!r} is not that of a directory inside another.")
     if settings.trainer.precision is None:
         settings.trainer.precision = _default_precision(settings.trainer.accelerator)
@@ -153,15 +154,26 @@ def _default_precision(accelerator: Any) -> str:
 
 def last_run(root: Path, name: str) -> Path:
     """Directory of the newest run called `name`, which has to have a checkpoint."""
-    run = newest_run(root, name)
+    run = newest_run(root, name, lambda path: _name_of(path) == name)
     if run is None:
-        raise UserError(f"There is no run {root / name} to resume.")
+        raise UserError(
+            f"There is no run {root / name} to resume: none in {root}/ has the name {name!r} in "
+            f"its config.yaml."
+        )
     if not (run / "last.ckpt").exists():
         raise UserError(
             f"{run}, the newest run of this name, has no checkpoint yet; name one by its path "
             f"with --ckpt_path."
         )
     return run
+
+
+def _name_of(run: Path) -> str | None:
+    """The name that a run was given, which tells run 2 of "a" from a run called "a-2"."""
+    try:
+        return yaml.safe_load((run / "config.yaml").read_text())["name"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None  # a run that never began, or not a run
 
 
 def checked_data(settings: Namespace) -> TextDataModule:
@@ -181,7 +193,9 @@ def checked_data(settings: Namespace) -> TextDataModule:
     except ValueError as error:
         problems += str(error).splitlines()
     problems += config_problems(
-        **settings.model, context=settings.data.context, vocab_size=vocab_size
+        **settings.model,
+        context=max(1, settings.data.context),  # the data has a sentence of its own
+        vocab_size=vocab_size,
     )
     problems += optimizer_problems(**settings.model)
     # To fetch and read a named source takes long and there is nothing wrong with it.

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -32,12 +32,15 @@ def _umask() -> int:
 
 
 def create_run(root: Path, name: str) -> Path:
-    """A new directory `root/name`, or `root/name-2`, `root/name-3`, ... if that one is taken.
+    """A new directory `root/name`, or `root/name-N` with N above that of every run of this name.
 
     Two processes that start at once get two directories: mkdir decides, not a look beforehand.
+
+    Raises:
+        OSError: if there can be no such directory.
     """
     root.mkdir(parents=True, exist_ok=True)
-    number = 1
+    number = max(_runs(root, name), default=0) + 1
     while True:
         run = root / (name if number == 1 else f"{name}-{number}")
         try:
@@ -48,11 +51,16 @@ def create_run(root: Path, name: str) -> Path:
             return run
 
 
-def newest_run(root: Path, name: str) -> Path | None:
-    """The run of that name with the highest number, as `create_run` counts; None without one."""
-    pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
-    runs = {}
-    for path in root.iterdir() if root.is_dir() else ():
-        if (match := pattern.fullmatch(path.name)) and path.is_dir():
-            runs[int(match[1] or 1)] = path
+def newest_run(root: Path, name: str, accept: Callable[[Path], bool] = Path.is_dir) -> Path | None:
+    """The accepted run of that name with the highest number, as `create_run` counts, or None."""
+    runs = {number: path for number, path in _runs(root, name).items() if accept(path)}
     return runs[max(runs)] if runs else None
+
+
+def _runs(root: Path, name: str) -> dict[int, Path]:
+    """The directories in `root` of that name, by number."""
+    pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d*))?")
+    matches = (
+        {path: pattern.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
+    )
+    return {int(match[1] or 1): path for path, match in matches.items() if match and path.is_dir()}

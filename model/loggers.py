@@ -42,13 +42,14 @@ class MetricsFile(Logger):
 
     def save(self) -> None:
         if time.monotonic() - self._last_write > SECONDS_BETWEEN_WRITES:
-            self._write()
+            self.write()
 
     def finalize(self, status: str) -> None:
-        self._write()
+        self.write()
 
     @rank_zero_only
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the file now; `save` does so every few seconds at most."""
         self._last_write = time.monotonic()
         columns = dict.fromkeys(key for row in self.rows.values() for key in row)
         with replacing(self.path) as temporary, temporary.open("w", newline="") as file:

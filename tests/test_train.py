@@ -13,7 +13,7 @@ import yaml
 from lightning import Callback
 
 import train
-from model.loggers import read_metrics
+from model.loggers import MetricsFile, read_metrics
 
 ROOT = Path(train.__file__).parent
 
@@ -160,6 +160,35 @@ def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path):
     assert set(losses(tmp_path / "mine")) == {1, 2, 3}
 
 
+def test_last_is_the_newest_run_that_began_under_this_name(run, tmp_path):
+    assert run("--name", "mine", "--trainer.max_steps", "1") == 0
+    assert run("--name", "mine-2", "--trainer.max_steps", "2") == 0  # another name
+    (tmp_path / "mine-3").mkdir()  # left by a Ctrl-C before anything was written
+    assert run("--name", "mine", "--ckpt_path", "last", "--trainer.max_steps", "3") == 0
+    assert set(losses(tmp_path / "mine")) == {1, 2, 3}
+    assert set(losses(tmp_path / "mine-2")) == {1, 2}
+
+
+class FailAfter(Callback):
+    """Raises before step `step` + 1."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("this is the end")
+
+
+def test_no_row_before_the_last_checkpoint_is_lost_by_kill_9(run, tmp_path, monkeypatch):
+    fail = {"class_path": f"{__name__}.FailAfter", "init_args": {"step": 5}}
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the end"):
+        patch.setattr(MetricsFile, "finalize", lambda *_: None)  # kill -9 leaves no time for it
+        run("--trainer.callbacks", json.dumps([fail]))
+    assert run("--ckpt_path", "last") == 0
+    assert set(losses(tmp_path / "small-eager")) == set(range(1, 13))
+
+
 def test_a_checkpoint_given_by_its_path_starts_a_new_run(run, tmp_path):
     assert run("--name", "first", "--trainer.max_steps", "4") == 0
     checkpoint = tmp_path / "first" / "best.ckpt"
@@ -242,6 +271,7 @@ BAD_INPUT = {
         ["lr is -1", "betas is (0.9, 1.0)"],
     ),
     "name": (["--name", "a/b"], ["'a/b'"]),
+    "name above": (["--name", ".."], ["'..'"]),
     "size": (["--model.n_layer", "0"], ["n_layer is 0"]),
     "stream dtype": (["--model.stream_dtype", "float8"], ["'float8'", "float32 or bfloat16"]),
     "stream and precision": (

@@ -125,6 +125,14 @@ def test_newest_run_counts_as_create_run_does(tmp_path):
     assert newest_run(tmp_path, "a") == tmp_path / "a-10"
     assert newest_run(tmp_path, "a-b") == tmp_path / "a-b"
     assert newest_run(tmp_path, "b") is None
+    assert newest_run(tmp_path, "a", lambda run: run.name != "a-10") == tmp_path / "a-3"
+
+
+def test_a_new_run_is_the_newest_though_an_older_one_was_deleted(tmp_path):
+    for _ in range(3):
+        create_run(tmp_path, "a")
+    (tmp_path / "a-2").rmdir()
+    assert create_run(tmp_path, "a") == tmp_path / "a-4" == newest_run(tmp_path, "a")
 
 
 def _create(root: Path) -> Path:
