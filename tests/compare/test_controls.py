@@ -29,7 +29,8 @@ def ignore(what: str, done: int, total: int) -> None:
 
 @pytest.mark.parametrize("norm", CONTROLS.values(), ids=CONTROLS)
 @pytest.mark.parametrize(
-    ("precision", "stream"), [("32-true", "float32"), ("bf16-mixed", "bfloat16")]
+    ("precision", "stream"),
+    [("32-true", "float32"), ("16-mixed", "float32"), ("bf16-mixed", "bfloat16")],
 )
 def test_both_cheap_tiers_catch_every_fault(small, norm, precision, stream):
     settings = dataclasses.replace(

@@ -129,7 +129,12 @@ def test_the_verdict_is_the_worst_tier_and_needs_every_control_caught(training, 
 @pytest.mark.parametrize("norm", ["eager", "triton"])
 @pytest.mark.parametrize(
     ("precision", "stream"),
-    [("32-true", "float32"), ("bf16-mixed", "float32"), ("bf16-mixed", "bfloat16")],
+    [
+        ("32-true", "float32"),
+        ("16-mixed", "float32"),
+        ("bf16-mixed", "float32"),
+        ("bf16-mixed", "bfloat16"),
+    ],
 )
 def test_op_tier_passes_a_right_norm(small, norm, precision, stream):
     model = small.model | {"stream_dtype": stream, "qk_norm": True}
@@ -145,8 +150,8 @@ def test_op_tier_passes_a_right_norm(small, norm, precision, stream):
 def test_op_tier_sees_one_wrong_element_and_nan(small, monkeypatch):
     for value in (2.0, float("nan")):
 
-        def results(self, norm, honest=parity.Operands.results, value=value):
-            found = honest(self, norm)
+        def results(self, norm, autocast, honest=parity.Operands.results, value=value):
+            found = honest(self, norm, autocast)
             if norm.name == "aten":
                 found["dx"][0, 0] = value * found["dx"].abs().max()
             return found
