@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from compare import child
 from compare.child import ChildError, Progress
 from compare.setup import Settings, batches, make_model, make_step, norm_inputs
-from compare.timing import ready_step
+from compare.timing import ready_step, synchronize
 from kernels import RMSNorm
 
 STEPS = 5  # over which the peak is taken
@@ -102,7 +102,7 @@ def peak(settings: Settings, progress: Progress, norm: str) -> dict:
     retries = torch.cuda.memory_stats()["num_alloc_retries"]
     for batch in data:
         step(batch)
-    torch.cuda.synchronize()
+    synchronize(settings.device)
     return {
         "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
         "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
@@ -126,7 +126,7 @@ def largest_batch(settings: Settings, progress: Progress, norm: str) -> int:
         try:
             for _ in range(2):
                 step(repeated)
-            torch.cuda.synchronize()
+            synchronize(settings.device)
         except torch.OutOfMemoryError:
             step.optimizer.zero_grad()
             return False

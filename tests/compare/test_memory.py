@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from compare import memory
 
@@ -37,6 +38,24 @@ def test_the_largest_batch_is_found_to_within_three_percent(limit):
     largest = memory.bisect_largest(fits, start=8)
     assert limit - max(1, limit // 32) < largest <= limit or largest == limit
     assert len(asked) <= 20
+
+
+def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
+    ready = memory.make_step
+
+    def make_step(*arguments):
+        step = ready(*arguments)
+
+        def forward(batch, whole=step.forward):
+            if len(batch) > 9:
+                raise torch.OutOfMemoryError("out of memory")
+            return whole(batch)
+
+        step.forward = forward
+        return step
+
+    monkeypatch.setattr(memory, "make_step", make_step)
+    assert memory.largest_batch(settings, lambda *_: None, "eager") == 9
 
 
 def test_without_a_gpu_there_are_no_peaks(settings, in_this_process):
