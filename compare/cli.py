@@ -82,14 +82,14 @@ def parse(argv: list[str]) -> Request:
     norms, scopes = _list(flags.norms), _list(flags.scopes)
     problems = _problems(norms, scopes, flags.rounds)
     try:
-        _, training = cli.parse([*others, *(["--name", flags.name] if flags.name else [])])
+        parser, training = cli.parse([*others, *(["--name", flags.name] if flags.name else [])])
         config = _config(training, flags.name, norms, scopes)
         if config["precision"] not in PRECISIONS:
             problems.append(
                 f"trainer.precision is {config['precision']}; a comparison runs in "
                 f"{', '.join(PRECISIONS)}."
             )
-        data = checked_data(training)
+        data = checked_data(parser.instantiate(training))
     except UserError as error:
         raise UserError(*dict.fromkeys([*problems, *error.args])) from None
     if problems:
