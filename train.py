@@ -22,7 +22,7 @@ from rich.console import Console
 from model import LitGPT
 from model.callbacks import LiveProgress, Recorder, Sampler, Stopper
 from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
-from model.cli import UserError, checked_data, last_run, parse
+from model.cli import UserError, checked_data, instantiate, last_run, parse
 from model.environment import environment
 from model.files import create_run, replacing
 from model.loggers import EventsFile, MetricsFile
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def train(parser: ArgumentParser, settings: Namespace) -> int:
     """One run from checked settings to the summary; returns the exit status."""
-    ready = parser.instantiate(settings)  # callbacks, loggers, ... that a config names
+    ready = instantiate(parser, settings)
     data = checked_data(ready)
     seed_everything(settings.seed_everything, verbose=False)
     model = LitGPT(
@@ -96,8 +96,15 @@ def place(settings: Namespace, model: LitGPT) -> tuple[Path, Path | None, int | 
         )
     if not resume:
         # The other ranks write nothing, so that they need not know which number the run got.
-        run = create_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
+        run = new_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
     return run, checkpoint, step
+
+
+def new_run(root: Path, name: str) -> Path:
+    try:
+        return create_run(root, name)
+    except OSError as error:
+        raise UserError(f"There cannot be a folder {root / name}: {error.strerror}.") from None
 
 
 @rank_zero_only

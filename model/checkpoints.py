@@ -15,6 +15,9 @@ from model.files import replacing
 from model.lit import LitGPT
 from model.loggers import MetricsFile
 
+# What training goes on from, besides the weights.
+NEEDED = ("optimizer_states", "lr_schedulers", "loops", "hyper_parameters")
+
 
 class LastCheckpoint(Checkpoint):
     """Saves last.ckpt after every validation, and at the end where there is no validation.
@@ -61,10 +64,14 @@ def read_checkpoint(path: Path, model: LitGPT) -> int:
         UserError: if it is no checkpoint of this project or holds a model of another shape.
     """
     if not path.is_file():
-        raise UserError(f"There is no checkpoint {path}.")
+        raise UserError(
+            f"{path} is a folder; name the checkpoint in it."
+            if path.is_dir()
+            else f"There is no checkpoint {path}."
+        )
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        step, weights = checkpoint["global_step"], checkpoint["state_dict"]
+        step, weights = checkpoint["global_step"], dict(checkpoint["state_dict"])
     except (
         RuntimeError,
         pickle.UnpicklingError,
@@ -74,7 +81,9 @@ def read_checkpoint(path: Path, model: LitGPT) -> int:
         EOFError,
     ):
         raise UserError(f"{path} is not a checkpoint of train.py.") from None
-    saved, asked = checkpoint.get("hyper_parameters", {}), model.hparams
+    if missing := [key for key in NEEDED if key not in checkpoint]:
+        raise UserError(f"{path} is no checkpoint to go on from: it has no {', '.join(missing)}.")
+    saved, asked = checkpoint["hyper_parameters"], model.hparams
     if problems := [
         f"{path} has {key} {saved[key]}, but {asked[key]} is asked for."
         for key in ("n_layer", "n_head", "n_embd", "context", "vocab_size", "qk_norm")

@@ -8,10 +8,11 @@ import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data import SOURCES, TextDataModule
-from kernels import load_norm
+from kernels import NORMS, RMSNorm, load_norm
 from model.files import newest_run
 from model.gpt import config_problems
 from model.lit import LitGPT, optimizer_problems
@@ -26,7 +27,8 @@ TRAINER_DEFAULTS = {
     "max_epochs": -1,
     "num_sanity_val_steps": 0,
 }
-
+MONITORED = ("val_loss", "val_perplexity")
+MIN_SEED, MAX_SEED = 0, 2**32 - 1  # NumPy's
 
 # For a Trainer that is built only to hear what is wrong with its other options.
 PLAIN = {
@@ -63,9 +65,9 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
     parser = build_parser()
     try:
         settings = parser.parse_args(argv)
-    except ArgumentError as error:
-        sentence = " ".join(str(error).split())
-        raise UserError(sentence, *_norm_problems(first.norm)) from None
+    except (ArgumentError, UnicodeDecodeError) as error:
+        mistakes = _mistakes(parser, argv, Path(config)) or [_sentence(error)]
+        raise UserError(*mistakes, *_norm_problems(first.norm)) from None
     settings.name = name or settings.name or f"{Path(config).stem}-{settings.norm}"
     if Path(settings.name).name != settings.name or settings.name == "..":
         raise UserError(f"The name {settings.name!r} is not that of a directory inside another.")
@@ -85,6 +87,56 @@ def _first_look(argv: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(argv)[0]
 
 
+def _mistakes(parser: ArgumentParser, argv: list[str], config: Path) -> list[str]:
+    """What is wrong with each flag and each key of the config by itself.
+
+    The parser stops at the first mistake. Flags of one option, such as --trainer.callbacks.*, stay
+    together, as their meaning depends on each other.
+    """
+    flags, option = {}, ""
+    for word in argv:
+        if word.startswith("--"):
+            option = ".".join(word[2:].split("=")[0].rstrip("+").split(".")[:2])
+        elif word == "-c":
+            option = "config"
+        flags.setdefault(option, []).append(word)
+    pieces = _pieces(config)
+    whole = [] if pieces else ["--config", str(config)]
+    flags = [f for option, f in flags.items() if option not in ("config", "help", "print_config")]
+    attempts = [(parser.parse_args, words) for words in (whole, *flags)]
+    attempts += [(parser.parse_object, piece) for piece in pieces]
+    mistakes = []
+    for attempt, words in attempts:
+        try:
+            attempt(words)
+        except (ArgumentError, UnicodeDecodeError) as error:
+            mistakes.append(_sentence(error))
+    return mistakes
+
+
+def _pieces(config: Path) -> list[dict]:
+    """The settings in a config, one in each dict; none where they cannot be read."""
+    try:
+        settings = yaml.safe_load(config.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []
+    pieces = []
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key in ("model", "data", "trainer") and isinstance(value, dict):
+            pieces += [{key: {inner: one}} for inner, one in value.items()]
+        else:
+            pieces.append({key: value})
+    return pieces
+
+
+def _sentence(error: Exception) -> str:
+    """An error's text in one line, with its type where the text alone may say too little."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ArgumentError | MisconfigurationException | ValueError | TypeError):
+        return f"config: {text}" if isinstance(error, UnicodeDecodeError) else text
+    return f"{type(error).__name__}: {text}"
+
+
 def build_parser() -> ArgumentParser:
     """The parser: LightningCLI's conventions, without a subcommand."""
     parser = ArgumentParser(
@@ -92,6 +144,7 @@ def build_parser() -> ArgumentParser:
         usage="train.py [--norm NORM] [--config FILE] [--model.* ...] [--data.* ...] "
         "[--trainer.* ...]",
         exit_on_error=False,
+        allow_abbrev=False,
         description="Train a small GPT in which every RMSNorm is the one that --norm names.",
     )
     parser.add_argument(
@@ -146,10 +199,14 @@ def _default_config() -> Path:
 
 def _default_precision(accelerator: Any) -> str:
     """bfloat16 on GPUs that compute in it, scaled float16 on older ones, float32 on a CPU."""
-    if accelerator == "cpu" or not torch.cuda.is_available():
+    if not _on_gpu(accelerator):
         return "32-true"
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16-mixed" if bfloat16 else "16-mixed"
+
+
+def _on_gpu(accelerator: Any) -> bool:
+    return accelerator != "cpu" and torch.cuda.is_available()
 
 
 def last_run(root: Path, name: str) -> Path:
@@ -176,6 +233,18 @@ def _name_of(run: Path) -> str | None:
         return None  # a run that never began, or not a run
 
 
+def instantiate(parser: ArgumentParser, settings: Namespace) -> Namespace:
+    """The settings with the callbacks, loggers, ... that they name.
+
+    Raises:
+        UserError: if one of them cannot be built.
+    """
+    try:
+        return parser.instantiate(settings)
+    except Exception as error:  # a class of somebody else's may raise anything
+        raise UserError(_sentence(error)) from error
+
+
 def checked_data(settings: Namespace) -> TextDataModule:
     """The data, prepared and ready, once everything that a user can get wrong has been looked at.
 
@@ -186,6 +255,11 @@ def checked_data(settings: Namespace) -> TextDataModule:
         UserError: with a sentence for every mistake in norm, model, data, precision and trainer.
     """
     problems = _norm_problems(settings.norm) + _trainer_problems(settings)
+    if not MIN_SEED <= settings.seed_everything <= MAX_SEED:
+        problems.append(
+            f"seed_everything is {settings.seed_everything}; it has to be from {MIN_SEED} to "
+            f"{MAX_SEED}."
+        )
     data, vocab_size = None, 1  # any size will do where the real one cannot be had
     try:
         data = TextDataModule(**settings.data)
@@ -198,6 +272,8 @@ def checked_data(settings: Namespace) -> TextDataModule:
         vocab_size=vocab_size,
     )
     problems += optimizer_problems(**settings.model)
+    if not problems:
+        problems += _trial_problems(settings)
     # To fetch and read a named source takes long and there is nothing wrong with it.
     if data is not None and (not problems or settings.data.source not in SOURCES):
         try:
@@ -218,12 +294,45 @@ def _norm_problems(norm: str) -> list[str]:
     return []
 
 
+def _trial_problems(settings: Namespace) -> list[str]:
+    """What goes wrong in a small forward and backward pass of a norm that is not this project's."""
+    name, model = settings.norm, settings.model
+    if name in NORMS and NORMS[name].package is None:
+        return []
+    device = "cuda" if _on_gpu(settings.trainer.accelerator) else "cpu"
+    x = torch.ones(2, 3, model.n_embd, device=device, requires_grad=True)
+    try:
+        norm = RMSNorm(model.n_embd, model.norm_eps, name).to(device)
+        outputs = norm(x), *norm(x, x)
+        sum(output.sum() for output in outputs).backward()
+    except Exception as error:  # somebody else's code may raise anything
+        return [f"norm {name!r} fails in a first call: {type(error).__name__}: {error}"]
+    shapes = [tuple(output.shape) for output in outputs]
+    if shapes != [tuple(x.shape)] * 3:
+        return [
+            f"norm {name!r} has to keep the shape {tuple(x.shape)} in rms_norm's output and the "
+            f"two of add_rms_norm; what it returns has {', '.join(map(str, shapes))}."
+        ]
+    return []
+
+
 def _trainer_problems(settings: Namespace) -> list[str]:
     trainer, problems = settings.trainer, []
     try:
         Trainer(**{**trainer, **PLAIN})
-    except (MisconfigurationException, ValueError, TypeError) as error:
-        problems.append(" ".join(str(error).split()))
+    except Exception as error:  # such as an ImportError of what an accelerator needs
+        problems.append(_sentence(error))
+    problems += _monitor_problems(trainer.callbacks)
+    if trainer.default_root_dir is None:
+        problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
+    if trainer.overfit_batches:
+        problems.append(
+            "trainer.overfit_batches has no effect on data that never ends: use a short text as "
+            "data.source."
+        )
+    for option in ("max_epochs", "limit_train_batches"):
+        if trainer[option] == 0:
+            problems.append(f"trainer.{option} is 0, which leaves nothing to train.")
     if trainer.max_steps < 1:
         problems.append(
             "trainer.max_steps has to be at least 1: training data never ends and the learning "
@@ -234,6 +343,11 @@ def _trainer_problems(settings: Namespace) -> list[str]:
     interval, micro_batches = trainer.val_check_interval, trainer.accumulate_grad_batches
     if micro_batches < 1:
         problems.append("trainer.accumulate_grad_batches has to be at least 1.")
+    elif isinstance(interval, float) or interval == 0:
+        problems.append(
+            f"trainer.val_check_interval is {interval}; it has to be a whole number of "
+            f"micro-batches, at least 1, as the training data never ends."
+        )
     elif isinstance(interval, int) and interval % micro_batches:
         problems.append(
             f"trainer.val_check_interval is {interval} micro-batches, which is not a whole number "
@@ -250,3 +364,13 @@ def _trainer_problems(settings: Namespace) -> list[str]:
             f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
         )
     return problems
+
+
+def _monitor_problems(callbacks: Any) -> list[str]:
+    return [
+        f"{type(callback).__name__} monitors {callback.monitor!r}; what can be monitored is "
+        f"{' and '.join(MONITORED)}."
+        for callback in (callbacks if isinstance(callbacks, list) else [callbacks])
+        if isinstance(callback, EarlyStopping | ModelCheckpoint)
+        and callback.monitor not in (None, *MONITORED)
+    ]

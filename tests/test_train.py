@@ -13,6 +13,7 @@ import yaml
 from lightning import Callback
 
 import train
+from kernels import Norm
 from model.loggers import MetricsFile, read_metrics
 
 ROOT = Path(train.__file__).parent
@@ -182,9 +183,10 @@ class FailAfter(Callback):
 
 def test_no_row_before_the_last_checkpoint_is_lost_by_kill_9(run, tmp_path, monkeypatch):
     fail = {"class_path": f"{__name__}.FailAfter", "init_args": {"step": 5}}
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the end"):
+    with monkeypatch.context() as patch:
         patch.setattr(MetricsFile, "finalize", lambda *_: None)  # kill -9 leaves no time for it
-        run("--trainer.callbacks", json.dumps([fail]))
+        with pytest.raises(RuntimeError, match="the end"):
+            run("--trainer.callbacks", json.dumps([fail]))
     assert run("--ckpt_path", "last") == 0
     assert set(losses(tmp_path / "small-eager")) == set(range(1, 13))
 
@@ -258,6 +260,8 @@ def test_without_a_validation_there_is_still_a_checkpoint_to_resume(run, tmp_pat
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+RAISES = Norm("raises", lambda *_, **__: 1 / 0, lambda *_, **__: 1 / 0)
+FLAT = Norm("flat", lambda x, *_, **__: x.flatten(), lambda x, r, *_, **__: (x, r))
 BAD_INPUT = {
     "norm and head count": (
         ["--norm", "nosuch", "--model.n_head", "5"],
@@ -292,6 +296,42 @@ BAD_INPUT = {
         ["no/such/file.txt", "'runes'"],
     ),
     "context and norm": (["--data.context", "100000", "--norm", "nosuch"], ["100001", "'nosuch'"]),
+    "several flags": (
+        ["--model.n_layers", "3", "--trainer.max_step", "3", "--model.n_head", "two"],
+        ["model.n_layers", "trainer.max_step ", "model.n_head"],
+    ),
+    "negative seed": (["--seed_everything", "-5"], ["seed_everything is -5", "4294967295"]),
+    "large seed": (["--seed_everything", "99999999999"], ["seed_everything is 99999999999"]),
+    "a root that is a file": (["--trainer.default_root_dir", __file__], [__file__]),
+    "a root that cannot be": (["--trainer.default_root_dir", "/proc/nope"], ["/proc/nope"]),
+    "no root": (["--trainer.default_root_dir", "null"], ["default_root_dir"]),
+    "long name": (["--name", "n" * 300], ["too long"]),
+    "no validation interval": (["--trainer.val_check_interval", "0"], ["val_check_interval is 0"]),
+    "a part of endless data": (["--trainer.val_check_interval", "0.5"], ["val_check_interval"]),
+    "accelerator": (["--trainer.accelerator", "tpu"], ["torch_xla"]),
+    "nothing to train": (
+        ["--trainer.max_epochs", "0", "--trainer.limit_train_batches", "0"],
+        ["max_epochs is 0", "limit_train_batches is 0"],
+    ),
+    "overfitting": (["--trainer.overfit_batches", "2"], ["overfit_batches"]),
+    "monitor": (
+        [
+            "--trainer.callbacks",
+            '[{"class_path": "EarlyStopping", "init_args": {"monitor": "loss"}}]',
+        ],
+        ["'loss'", "val_loss"],
+    ),
+    "callback": (
+        [
+            "--trainer.callbacks",
+            '[{"class_path": "EarlyStopping", "init_args": {"monitor": "val_loss", "mode": "x"}}]',
+        ],
+        ["mode"],
+    ),
+    "context": (["--data.context", "0"], ["context is 0"]),
+    "a norm that raises": (["--norm", f"{__name__}:RAISES"], ["ZeroDivisionError", "by zero"]),
+    "a norm of another shape": (["--norm", f"{__name__}:FLAT"], ["shape", "(2, 3, 16)"]),
+    "a folder for a checkpoint": (["--ckpt_path", "."], ["is a folder"]),
     "no such run": (["--ckpt_path", "last", "--name", "never"], ["no run", "never"]),
     "no such checkpoint": (["--ckpt_path", "no/such.ckpt"], ["no checkpoint no/such.ckpt"]),
     "no checkpoint": (["--ckpt_path", __file__], [f"{__file__} is not a checkpoint"]),
@@ -314,14 +354,42 @@ def test_bad_input_is_answered_in_sentences(run, tmp_path, capsys, flags, expect
         ("modle:\n  n_layer: 3\n", "modle"),
         ("model: [\n", "config"),
         (None, "does not exist"),
+        (b"\x80\xff", "config"),
     ],
 )
 def test_a_config_with_a_fault(tmp_path, capsys, text, expected):
     path = tmp_path / "faulty.yaml"
     if text is not None:
-        path.write_text(text)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert train.main(["--config", str(path)]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_all_faults_of_a_config_and_of_flags_are_named(tmp_path, capsys):
+    path = tmp_path / "faulty.yaml"
+    path.write_text("model: {nlayer: 3, nhead: 2, n_embd: wide}\nmodle: {lr: 1}\n")
+    assert train.main(["--config", str(path), "--data.contxt", "3"]) == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("nlayer", "nhead", "n_embd", "modle", "contxt")), shown
+
+
+@pytest.mark.parametrize(
+    "missing", ["optimizer_states", "lr_schedulers", "loops", "hyper_parameters"]
+)
+def test_a_checkpoint_of_weights_alone(run, tmp_path, capsys, missing):
+    assert run("--trainer.max_steps", "1") == 0
+    path = tmp_path / "small-eager" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint[missing]
+    torch.save(checkpoint, path)
+    assert run("--ckpt_path", str(path)) == 2
+    assert missing in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_only_looks_like_one(run, tmp_path, capsys):
+    torch.save({"global_step": 3, "state_dict": 5}, tmp_path / "x.ckpt")
+    assert run("--ckpt_path", str(tmp_path / "x.ckpt")) == 2
+    assert "is not a checkpoint of train.py" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_shape(run, tmp_path, capsys):
