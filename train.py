@@ -27,7 +27,7 @@ from model.environment import environment
 from model.files import create_run, replacing
 from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops
-from model.summary import NO_FINDING, figures, plot_loss, table, write_json
+from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, write_json
 
 BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -173,7 +173,7 @@ def summarise(
             trainer.world_size,
             recorder.memory,
         ),
-        "note": None if on_gpu else NO_FINDING,
+        "note": None if on_gpu else f"{NO_FINDING} {WITH_A_GPU}",
         "sample": sampler.text,
         "environment": about,
         "step_ms_samples": recorder.step_ms,

@@ -26,21 +26,40 @@ def main(argv: list[str]) -> int:
         runs = [read_run(folder) for folder in arguments.runs]
     except (OSError, ValueError) as error:
         parser.error(f"not a finished run: {error}")
+    label(runs)
     figure = draw(runs)
-    with replacing(arguments.out) as temporary:
-        figure.savefig(temporary, format="png")
+    try:
+        with replacing(arguments.out) as temporary:
+            figure.savefig(temporary, format="png")
+    except OSError as error:
+        parser.error(f"{arguments.out} cannot be written: {error.strerror}")
     print(markdown_table(runs))
     return 0
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The summary of a run, with its metrics by step under "rows"."""
+    """The summary of a run, with its metrics by step under "rows".
+
+    Raises:
+        OSError, ValueError: if it has no summary, or fewer than the two steps or the one validation
+            that its figures take.
+    """
     summary = json.loads((folder / "summary.json").read_text())
+    if summary["step_ms"]["p50"] is None or summary["val_loss"] is None:
+        raise ValueError(f"{folder} has fewer than two steps or no validation loss")
     return summary | {"rows": read_metrics(folder / "metrics.csv")}
 
 
+def label(runs: list[dict[str, Any]]) -> None:
+    """Give each run a "label" and a "colour": its norm's, or its own where norms repeat."""
+    by_norm = len({run["norm"] for run in runs}) == len(runs)
+    for number, run in enumerate(runs):
+        run["label"] = run["norm"] if by_norm else run["name"]
+        run["colour"] = COLOURS.get(run["norm"], f"C{number}") if by_norm else f"C{number}"
+
+
 def draw(runs: list[dict[str, Any]]) -> Figure:
-    """Loss over steps, and bars of the median step time and of the peak memory."""
+    """Loss over steps of labelled runs, and bars of the median step time and of the peak memory."""
     figure = Figure(figsize=(11, 4), dpi=150, layout="constrained")
     loss, time, memory = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
     for run, width in zip(runs, range(2 * len(runs), 0, -2), strict=True):  # all stay visible
@@ -49,10 +68,12 @@ def draw(runs: list[dict[str, Any]]) -> Figure:
             ("val_loss", {"marker": "o", "ls": "--", "ms": 2 + width}),
         ):
             points = {step: row[key] for step, row in run["rows"].items() if key in row}
-            label = run["norm"] + (", validation" if key == "val_loss" else "")
-            colour = COLOURS.get(run["norm"])
             loss.plot(
-                *zip(*points.items(), strict=True), label=label, color=colour, lw=width, **style
+                *zip(*points.items(), strict=True),
+                label=run["label"] + (", validation" if key == "val_loss" else ""),
+                color=run["colour"],
+                lw=width,
+                **style,
             )
     loss.set(xlabel="step", ylabel="cross-entropy (nats per token)", title="loss")
     loss.legend(fontsize="small")
@@ -69,17 +90,18 @@ def draw(runs: list[dict[str, Any]]) -> Figure:
 
 
 def _bars(axes, runs: list[dict[str, Any]], values: list[float], title: str, form: str) -> None:
-    names = [run["norm"] for run in runs]
-    bars = axes.bar(names, values, color=[COLOURS.get(name, "#56B4E9") for name in names])
+    labels = [run["label"] for run in runs]
+    bars = axes.bar(range(len(runs)), values, color=[run["colour"] for run in runs])
+    axes.set_xticks(range(len(runs)), labels)
     axes.bar_label(bars, [form.format(value) for value in values])
     axes.set_title(title)
     axes.margins(y=0.1)
 
 
 def markdown_table(runs: list[dict[str, Any]]) -> str:
-    """One row a run: step time, tokens a second, MFU, memory and final losses."""
+    """One row a labelled run: step time, tokens a second, MFU, memory and final losses."""
     lines = [
-        "| norm | ms a step p50 (p10 to p90) | first step, s | tokens/s | MFU "
+        "| run | ms a step p50 (p10 to p90) | first step, s | tokens/s | MFU "
         "| peak GiB allocated / reserved | train loss | validation loss |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -87,7 +109,7 @@ def markdown_table(runs: list[dict[str, Any]]) -> str:
         ms = run["step_ms"]
         gib = [run["peak_allocated_gib"], run["peak_reserved_gib"]]
         lines.append(
-            f"| {run['norm']} | {ms['p50']:.1f} ({ms['p10']:.1f} to {ms['p90']:.1f}) "
+            f"| {run['label']} | {ms['p50']:.1f} ({ms['p10']:.1f} to {ms['p90']:.1f}) "
             f"| {run['first_step_ms'] / 1000:.1f} | {run['tokens_per_s']:,.0f} "
             f"| {'n/a' if run['mfu'] is None else format(run['mfu'], '.1%')} "
             f"| {' / '.join('n/a' if value is None else f'{value:.2f}' for value in gib)} "

@@ -112,6 +112,7 @@ def test_a_run_leaves_everything_that_is_promised(run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"{summary['val_loss']:.4f}" in shown
     assert "say nothing about the kernel" in shown
+    assert "With a GPU the same command" in shown
 
 
 def test_a_second_run_of_the_same_name_gets_a_directory_of_its_own(run, tmp_path):
