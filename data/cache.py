@@ -19,8 +19,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import tiktoken
+from datasets.utils import tqdm
 
-from .errors import DataError, causes
+from .encoding import Encoder, in_processes
+from .errors import DataError
 from .sources import Source
 from .tokenizer import tokenizer_fingerprint
 
@@ -28,6 +30,7 @@ from .tokenizer import tokenizer_fingerprint
 FORMAT_VERSION = 1
 HELD_OUT = 0.05  # of the documents, where the source has no validation split of its own
 _BYTES_PER_PROCESS = 2**23  # of text; below it a process costs more time than it saves
+_BYTES_PER_TASK = 2**20  # of text; Ctrl-C waits for the tasks that are under way
 
 
 @dataclass(frozen=True)
@@ -132,18 +135,18 @@ def _build(
             scratch = partial / "scratch"
             scratch.mkdir()
             documents = source.load(scratch, meta["text_column"])
-            # At most a token a byte, once in Arrow's form and once in ours.
+            # At most a token a byte; those held out are in two files for a moment.
             needed = 2 * dtype.itemsize * sum(rows.data.nbytes for rows in documents.values())
-            tokenised = {
-                split: _tokenise(split, rows, encoding, dtype, scratch, num_proc)
-                for split, rows in documents.items()
-            }
-            tokens = {
-                split: _write(partial / f"{split}.bin", arrays)
-                for split, arrays in _with_validation(tokenised).items()
-            }
-            if without := [split for split, count in tokens.items() if count == 0]:
-                raise DataError(f"No text in the {without[0]} split: all its documents are empty.")
+            tokens = {}
+            for split, rows in documents.items():
+                lengths = _tokenise(partial / f"{split}.bin", rows, encoding, dtype, num_proc)
+                if len(lengths) == 0:
+                    raise DataError(f"No text in the {split} split: all its documents are empty.")
+                tokens[split] = int(lengths.sum())
+            if "validation" not in tokens:
+                tokens["validation"] = count = _held_out(lengths)
+                tokens["train"] -= count
+                _move_end(count, dtype, partial / "train.bin", partial / "validation.bin")
             shutil.rmtree(scratch)
             meta = meta | {"dtype": dtype.name, "tokens": tokens}
             _write(partial / "meta.json", [json.dumps(meta, indent=2).encode()])
@@ -175,80 +178,54 @@ def _partial_folder(final: Path) -> Iterator[Path]:
 
 
 def _tokenise(
-    split: str,
+    path: Path,
     documents: datasets.Dataset,
     encoding: tiktoken.Encoding,
     dtype: np.dtype,
-    scratch: Path,
     num_proc: int | None,
-) -> datasets.Dataset:
-    """Rows of token ids, each with the end of text as its last, for all documents not empty."""
-    end = encoding.eot_token
-
-    def encode(batch: dict[str, list]) -> dict[str, list[np.ndarray]]:
-        (texts,) = batch.values()
-        ids = [_encode(text, encoding) for text in texts if text]
-        return {"ids": [np.append(row, end).astype(dtype) for row in ids]}
-
+) -> np.ndarray:
+    """Writes the ids of all documents that are not empty; returns how many each of them has."""
+    size = documents.data.nbytes
+    rows = max(1, len(documents) * _BYTES_PER_TASK // max(1, size))
+    tasks = [
+        range(first, min(first + rows, len(documents))) for first in range(0, len(documents), rows)
+    ]
     processes = min(
-        num_proc or len(os.sched_getaffinity(0)),
-        1 + documents.data.nbytes // _BYTES_PER_PROCESS,
-        max(1, len(documents)),
+        num_proc or len(os.sched_getaffinity(0)), 1 + size // _BYTES_PER_PROCESS, max(1, len(tasks))
     )
-    try:
-        ids = documents.map(
-            encode,
-            batched=True,
-            remove_columns=documents.column_names,
-            features=datasets.Features({"ids": datasets.List(datasets.Value(dtype.name))}),
-            num_proc=processes if processes > 1 else None,
-            desc=f"Tokenising {split}",
-            cache_file_name=str(scratch / f"{split}-ids.arrow"),
-            new_fingerprint=f"{split}-ids",  # spares hashing the tokenizer
-            load_from_cache_file=False,
-        )
-    except Exception as error:
-        # Ctrl-C makes `datasets` end its processes, and then complain that they have ended.
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
-            raise KeyboardInterrupt from error
-        raise
-    if empty := len(documents) - len(ids):
-        print(f"Left out {empty:,} empty documents of {len(documents):,} ({split})", flush=True)
-    return ids
+    lengths = [np.empty(0, dtype=np.int64)]
+    with (
+        in_processes(processes, Encoder(documents, encoding, dtype)) as encode,
+        tqdm(total=len(documents), unit=" documents", desc=f"Tokenising {path.stem}") as progress,
+    ):
+
+        def parts() -> Iterator[np.ndarray]:
+            for task, (ids, counts) in zip(tasks, encode(tasks), strict=True):
+                lengths.append(counts)
+                progress.update(len(task))
+                yield ids
+
+        _write(path, parts())
+    result = np.concatenate(lengths)
+    if empty := len(documents) - len(result):
+        print(f"Left out {empty:,} empty documents of {len(documents):,} ({path.stem})", flush=True)
+    return result
 
 
-def _encode(text: str, encoding: tiktoken.Encoding) -> np.ndarray:
-    """The ids of plain text, uint32: an end of text written in it is no special token."""
-    try:
-        return encoding.encode_to_numpy(text, disallowed_special=())
-    except ValueError as error:  # tiktoken gives up on a million spaces in a row
-        raise DataError(f"Cannot tokenise the text that begins {text[:40]!r}: {error}.") from error
+def _held_out(lengths: np.ndarray) -> int:
+    """Tokens to hold out: those of the last documents or, of a single one, its last tokens."""
+    if len(lengths) == 1:
+        return max(1, round(HELD_OUT * int(lengths[0])))
+    return int(lengths[-max(1, round(HELD_OUT * len(lengths))) :].sum())
 
 
-def _with_validation(ids: dict[str, datasets.Dataset]) -> dict[str, Iterable[np.ndarray]]:
-    """Holds out the end of "train" unless there is a "validation" already.
-
-    That is the last documents or, of a single document, its last tokens.
-    """
-    train = ids["train"]
-    if "validation" in ids or len(train) == 0:
-        return {split: _arrays(rows) for split, rows in ids.items()}
-    if len(train) == 1:
-        (tokens,) = _arrays(train)
-        cut = len(tokens) - max(1, round(HELD_OUT * len(tokens)))
-        return {"train": [tokens[:cut]], "validation": [tokens[cut:]]}
-    cut = len(train) - max(1, round(HELD_OUT * len(train)))
-    return {
-        "train": _arrays(train.select(range(cut))),
-        "validation": _arrays(train.select(range(cut, len(train)))),
-    }
-
-
-def _arrays(ids: datasets.Dataset) -> Iterator[np.ndarray]:
-    """The ids of consecutive rows, concatenated."""
-    for table in ids.with_format("arrow").iter(batch_size=1000):
-        for chunk in table["ids"].chunks:
-            yield chunk.flatten().to_numpy()
+def _move_end(count: int, dtype: np.dtype, source: Path, target: Path) -> None:
+    """Moves the last `count` tokens of one file to another."""
+    ids = np.memmap(source, dtype=dtype, mode="r")
+    left = len(ids) - count
+    _write(target, [ids[left:]])
+    del ids
+    os.truncate(source, left * dtype.itemsize)
 
 
 def _write(path: Path, parts: Iterable[np.ndarray | bytes]) -> int:

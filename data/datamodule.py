@@ -43,7 +43,8 @@ class TextDataModule(lightning.LightningDataModule):
     Raises:
         DataError: on construction, for all wrong arguments at once (a line each); in
             `prepare_data` and `setup`, for data that cannot be fetched or read, holds no text, or
-            has a split shorter than a block, and for a cache folder that cannot be written.
+            has a split shorter than a block or fewer training blocks than `batch_size`, and for a
+            cache folder that cannot be written.
     """
 
     def __init__(
@@ -111,6 +112,11 @@ class TextDataModule(lightning.LightningDataModule):
                     f"needs at least {self.context + 1}."
                 )
         self._train_blocks = ShuffledBlocks(self.tokens.train, self.context, self.seed)
+        if self.batch_size > (blocks := self._train_blocks.per_epoch):
+            raise DataError(
+                f"batch_size is {self.batch_size}, but the train split has {blocks} blocks of "
+                f"{self.context} tokens: set batch_size to at most {blocks}, or context lower."
+            )
         self._val_blocks = OrderedBlocks(self.tokens.validation, self.context)
 
     def train_batch(self, step: int, rank: int = 0, world_size: int = 1) -> torch.Tensor:

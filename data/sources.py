@@ -168,7 +168,7 @@ def find_source(name: str) -> Source:
     if name in SOURCES:
         return SOURCES[name]()
     path = Path(name).expanduser()
-    if not path.exists():
+    if not name or not path.exists():  # Path("") is the current folder
         raise DataError(
             f"There is no source {name!r}: it is neither a path that exists nor one of "
             f"{', '.join(SOURCES)}."
@@ -276,4 +276,6 @@ def _explained(what: str, folder: Path, advice: str = "") -> Iterator[None]:
         if any(getattr(cause, "errno", None) == errno.ENOSPC for cause in chain):
             free = shutil.disk_usage(folder).free
             reason = f"No space left on the disk of {folder}, where {free:,} bytes are free"
-        raise DataError(f"{what}: {reason.splitlines()[0]}. {advice}".strip()) from error
+        raise DataError(
+            f"{what}: {reason.splitlines()[0].rstrip('.')}. {advice}".strip()
+        ) from error

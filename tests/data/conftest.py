@@ -20,7 +20,7 @@ def prepare(tmp_path):
     """Prepares a source with small settings and returns the data module, set up."""
 
     def prepare(source, **options):
-        options = {"tokenizer": "bytes", "context": 4, "batch_size": 2} | options
+        options = {"tokenizer": "bytes", "context": 4, "batch_size": 1} | options
         module = TextDataModule(str(source), cache_dir=str(tmp_path / "cache"), **options)
         module.prepare_data()
         module.setup("fit")

@@ -130,6 +130,14 @@ def test_a_context_longer_than_a_split_names_both(text, prepare, context, split)
         prepare(text, context=context)
 
 
+def test_a_batch_larger_than_the_data_is_refused_with_both_numbers(text, prepare):
+    blocks = prepare(text, context=8, batch_size=2)._train_blocks.per_epoch
+    prepare(text, context=8, batch_size=blocks)
+    message = rf"batch_size is {blocks + 1}, but the train split has {blocks} blocks of 8 tokens"
+    with pytest.raises(DataError, match=message):
+        prepare(text, context=8, batch_size=blocks + 1)
+
+
 def test_a_context_that_just_fits_is_accepted(text, prepare):
     tokens = len(prepare(text).tokens.validation)
     module = prepare(text, context=tokens - 1)

@@ -184,6 +184,13 @@ def test_a_name_that_is_no_source_and_no_path_lists_the_sources(prepare):
         prepare("no/such/path.txt")
 
 
+def test_an_empty_name_is_not_the_current_folder(tmp_path, prepare, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"no source '': .* kjv, "):
+        prepare("")
+
+
 def test_a_file_of_another_kind_lists_the_kinds(tmp_path, prepare):
     (tmp_path / "a.csv").write_text("text\na\n")
     with pytest.raises(DataError, match=r"a\.csv is none of .*: \.txt, \.jsonl, \.json, \.parquet"):
@@ -247,7 +254,7 @@ def test_a_character_cut_off_by_the_end_of_the_file_is_located(tmp_path, prepare
 )
 def test_a_broken_file_is_named_with_the_reason(tmp_path, prepare, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=rf"Cannot read .*{name} as (json|parquet): \w+"):
+    with pytest.raises(DataError, match=rf"Cannot read .*{name} as (json|parquet): \w.*[^.]\.$"):
         prepare(tmp_path / name)
 
 

@@ -4,7 +4,9 @@ import errno
 import json
 import multiprocessing
 import os
+import select
 import signal
+import sys
 import time
 
 import datasets
@@ -13,9 +15,11 @@ import pytest
 import tiktoken
 
 from data import DataError, TextDataModule, load_tokenizer
+from data.encoding import Encoder
 
 TEXTS = [f"document {i} <|endoftext|> \u00e9\n" for i in range(40)]
 fork = multiprocessing.get_context("fork")
+GENEROUS_S = 60  # after which a process is taken to hang
 
 
 @pytest.fixture
@@ -43,22 +47,59 @@ def test_tokens_are_those_of_plain_text_with_an_end_after_each_document(file, pr
     assert tokens.validation.tolist() == expected(tokenizer, TEXTS[38:])
 
 
-def test_several_processes_give_the_tokens_of_one(file, prepare, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.cache._BYTES_PER_PROCESS", 1)
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Has every row encoded by one of two processes, which calls a function before it does."""
+
+    def two_processes(before_encoding):
+        real_call = Encoder.__call__
+
+        def call(encoder, rows):
+            before_encoding()
+            return real_call(encoder, rows)
+
+        monkeypatch.setattr("data.cache._BYTES_PER_PROCESS", 1)
+        monkeypatch.setattr("data.cache._BYTES_PER_TASK", 1)
+        monkeypatch.setattr(Encoder, "__call__", call)
+
+    return two_processes
+
+
+@pytest.fixture
+def run_group():
+    """Runs a function in a process group of its own; returns its exit status when all have ended.
+
+    None if some have not ended after a while.
+    """
+
+    def run_group(function, *args):
+        open_while_any_lives, theirs = os.pipe()
+
+        def lead():
+            os.setpgid(0, 0)
+            function(*args)
+
+        leader = fork.Process(target=lead)
+        leader.start()
+        os.close(theirs)
+        ended, _, _ = select.select([open_while_any_lives], [], [], GENEROUS_S)
+        if not ended:
+            os.killpg(leader.pid, signal.SIGKILL)
+        leader.join()
+        os.close(open_while_any_lives)
+        return leader.exitcode if ended else None
+
+    return run_group
+
+
+def test_several_processes_give_the_tokens_of_one(file, prepare, tmp_path, two_processes):
     serial = prepare(file, num_proc=1).tokens
-    started = []
-    real_map = datasets.Dataset.map
-
-    def watched_map(self, *args, num_proc, **options):
-        started.append(num_proc)
-        return real_map(self, *args, num_proc=num_proc, **options)
-
-    monkeypatch.setattr(datasets.Dataset, "map", watched_map)
     module = TextDataModule(
         str(file), "bytes", context=4, num_proc=2, cache_dir=str(tmp_path / "other")
     )
+    together = fork.Barrier(2)
+    two_processes(lambda: together.wait(GENEROUS_S))  # with one process there are never two
     module.prepare_data()
-    assert started == [2]
     assert module.tokens.train.tolist() == serial.train.tolist()
     assert module.tokens.validation.tolist() == serial.validation.tolist()
 
@@ -172,16 +213,55 @@ def test_an_interrupted_build_leaves_nothing(file, prepare, tmp_path, monkeypatc
     assert prepare(file).tokens.train.tolist() == expected("bytes", TEXTS[:38])
 
 
-def test_ctrl_c_among_several_processes_is_ctrl_c(file, prepare, tmp_path, monkeypatch):
-    def interrupted_map(*args, **options):
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise TimeoutError  # as `datasets` does when the processes it waits for are gone
+@pytest.mark.parametrize("moment", ["starting", "encoding"])
+def test_ctrl_c_among_several_processes_ends_them_all(
+    file, prepare, tmp_path, two_processes, run_group, capfd, moment
+):
+    once = fork.Semaphore(1)
 
-    monkeypatch.setattr(datasets.Dataset, "map", interrupted_map)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(file)
+    def interrupt_all(this_moment):
+        if this_moment == moment and once.acquire(block=False):
+            os.killpg(0, signal.SIGINT)
+
+    def build():
+        real_start = multiprocessing.process.BaseProcess.start
+
+        def start(process):
+            real_start(process)
+            interrupt_all("starting")
+
+        multiprocessing.process.BaseProcess.start = start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            prepare(file, num_proc=2)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    two_processes(lambda: interrupt_all("encoding"))
+    assert run_group(build) == 130
+    assert "Traceback" not in capfd.readouterr().err
+    assert folders(tmp_path) == []
+
+
+def test_processes_that_tokenise_end_when_the_first_is_killed(
+    file, prepare, two_processes, run_group
+):
+    once = fork.Semaphore(1)
+
+    def kill_the_first():
+        if once.acquire(block=False):
+            os.kill(os.getppid(), signal.SIGKILL)
+
+    two_processes(kill_the_first)
+    assert run_group(lambda: prepare(file, num_proc=2)) == -signal.SIGKILL
+
+
+def test_a_process_that_is_killed_while_it_tokenises_is_reported(
+    file, prepare, tmp_path, two_processes
+):
+    two_processes(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match=r"One of 2 processes .* set num_proc lower"):
+        prepare(file, num_proc=2)
     assert folders(tmp_path) == []
 
 
