@@ -8,11 +8,9 @@ import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from data import SOURCES, TextDataModule
-from kernels import NORMS, RMSNorm, load_norm
+from model.checks import norm_problems, on_gpu, sentence, trainer_problems, trial_problems
 from model.files import newest_run
 from model.gpt import config_problems
 from model.lit import LitGPT, optimizer_problems
@@ -27,16 +25,7 @@ TRAINER_DEFAULTS = {
     "max_epochs": -1,
     "num_sanity_val_steps": 0,
 }
-MONITORED = ("val_loss", "val_perplexity")
 MIN_SEED, MAX_SEED = 0, 2**32 - 1  # NumPy's
-
-# For a Trainer that is built only to hear what is wrong with its other options.
-PLAIN = {
-    "callbacks": None,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "logger": False,
-}
 
 
 class UserError(Exception):
@@ -66,8 +55,8 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
     try:
         settings = parser.parse_args(argv)
     except (ArgumentError, UnicodeDecodeError) as error:
-        mistakes = _mistakes(parser, argv, Path(config)) or [_sentence(error)]
-        raise UserError(*mistakes, *_norm_problems(first.norm)) from None
+        mistakes = _mistakes(parser, argv, Path(config)) or [sentence(error)]
+        raise UserError(*mistakes, *norm_problems(first.norm)) from None
     settings.name = name or settings.name or f"{Path(config).stem}-{settings.norm}"
     if Path(settings.name).name != settings.name or settings.name == "..":
         raise UserError(f"The name {settings.name!r} is not that of a directory inside another.")
@@ -110,7 +99,7 @@ def _mistakes(parser: ArgumentParser, argv: list[str], config: Path) -> list[str
         try:
             attempt(words)
         except (ArgumentError, UnicodeDecodeError) as error:
-            mistakes.append(_sentence(error))
+            mistakes.append(sentence(error))
     return mistakes
 
 
@@ -127,14 +116,6 @@ def _pieces(config: Path) -> list[dict]:
         else:
             pieces.append({key: value})
     return pieces
-
-
-def _sentence(error: Exception) -> str:
-    """An error's text in one line, with its type where the text alone may say too little."""
-    text = " ".join(str(error).split())
-    if isinstance(error, ArgumentError | MisconfigurationException | ValueError | TypeError):
-        return f"config: {text}" if isinstance(error, UnicodeDecodeError) else text
-    return f"{type(error).__name__}: {text}"
 
 
 def build_parser() -> ArgumentParser:
@@ -199,14 +180,10 @@ def _default_config() -> Path:
 
 def _default_precision(accelerator: Any) -> str:
     """bfloat16 on GPUs that compute in it, scaled float16 on older ones, float32 on a CPU."""
-    if not _on_gpu(accelerator):
+    if not on_gpu(accelerator):
         return "32-true"
     bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16-mixed" if bfloat16 else "16-mixed"
-
-
-def _on_gpu(accelerator: Any) -> bool:
-    return accelerator != "cpu" and torch.cuda.is_available()
 
 
 def last_run(root: Path, name: str) -> Path:
@@ -242,7 +219,7 @@ def instantiate(parser: ArgumentParser, settings: Namespace) -> Namespace:
     try:
         return parser.instantiate(settings)
     except Exception as error:  # a class of somebody else's may raise anything
-        raise UserError(_sentence(error)) from error
+        raise UserError(sentence(error)) from error
 
 
 def checked_data(settings: Namespace) -> TextDataModule:
@@ -254,7 +231,7 @@ def checked_data(settings: Namespace) -> TextDataModule:
     Raises:
         UserError: with a sentence for every mistake in norm, model, data, precision and trainer.
     """
-    problems = _norm_problems(settings.norm) + _trainer_problems(settings)
+    problems = norm_problems(settings.norm) + trainer_problems(settings)
     if not MIN_SEED <= settings.seed_everything <= MAX_SEED:
         problems.append(
             f"seed_everything is {settings.seed_everything}; it has to be from {MIN_SEED} to "
@@ -273,7 +250,7 @@ def checked_data(settings: Namespace) -> TextDataModule:
     )
     problems += optimizer_problems(**settings.model)
     if not problems:
-        problems += _trial_problems(settings)
+        problems += trial_problems(settings)
     # To fetch and read a named source takes long and there is nothing wrong with it.
     if data is not None and (not problems or settings.data.source not in SOURCES):
         try:
@@ -284,93 +261,3 @@ def checked_data(settings: Namespace) -> TextDataModule:
     if problems:
         raise UserError(*problems)
     return data
-
-
-def _norm_problems(norm: str) -> list[str]:
-    try:
-        load_norm(norm)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _trial_problems(settings: Namespace) -> list[str]:
-    """What goes wrong in a small forward and backward pass of a norm that is not this project's."""
-    name, model = settings.norm, settings.model
-    if name in NORMS and NORMS[name].package is None:
-        return []
-    device = "cuda" if _on_gpu(settings.trainer.accelerator) else "cpu"
-    x = torch.ones(2, 3, model.n_embd, device=device, requires_grad=True)
-    try:
-        norm = RMSNorm(model.n_embd, model.norm_eps, name).to(device)
-        outputs = norm(x), *norm(x, x)
-        sum(output.sum() for output in outputs).backward()
-    except Exception as error:  # somebody else's code may raise anything
-        return [f"norm {name!r} fails in a first call: {type(error).__name__}: {error}"]
-    shapes = [tuple(output.shape) for output in outputs]
-    if shapes != [tuple(x.shape)] * 3:
-        return [
-            f"norm {name!r} has to keep the shape {tuple(x.shape)} in rms_norm's output and the "
-            f"two of add_rms_norm; what it returns has {', '.join(map(str, shapes))}."
-        ]
-    return []
-
-
-def _trainer_problems(settings: Namespace) -> list[str]:
-    trainer, problems = settings.trainer, []
-    try:
-        Trainer(**{**trainer, **PLAIN})
-    except Exception as error:  # such as an ImportError of what an accelerator needs
-        problems.append(_sentence(error))
-    problems += _monitor_problems(trainer.callbacks)
-    if trainer.default_root_dir is None:
-        problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
-    if trainer.overfit_batches:
-        problems.append(
-            "trainer.overfit_batches has no effect on data that never ends: use a short text as "
-            "data.source."
-        )
-    for option in ("max_epochs", "limit_train_batches"):
-        if trainer[option] == 0:
-            problems.append(f"trainer.{option} is 0, which leaves nothing to train.")
-    if trainer.max_steps < 1:
-        problems.append(
-            "trainer.max_steps has to be at least 1: training data never ends and the learning "
-            "rate's schedule needs to know its last step."
-        )
-    if trainer.log_every_n_steps < 1:
-        problems.append("trainer.log_every_n_steps has to be at least 1.")
-    interval, micro_batches = trainer.val_check_interval, trainer.accumulate_grad_batches
-    if micro_batches < 1:
-        problems.append("trainer.accumulate_grad_batches has to be at least 1.")
-    elif isinstance(interval, float) or interval == 0:
-        problems.append(
-            f"trainer.val_check_interval is {interval}; it has to be a whole number of "
-            f"micro-batches, at least 1, as the training data never ends."
-        )
-    elif isinstance(interval, int) and interval % micro_batches:
-        problems.append(
-            f"trainer.val_check_interval is {interval} micro-batches, which is not a whole number "
-            f"of steps of {micro_batches} (trainer.accumulate_grad_batches)."
-        )
-    if trainer.gradient_clip_val is not None:
-        problems.append(
-            "trainer.gradient_clip_val does not work with the fused optimizer: "
-            "use model.grad_clip, which is 1.0 by default."
-        )
-    if settings.model.stream_dtype == "bfloat16" and "bf16" not in str(trainer.precision):
-        problems.append(
-            f"model.stream_dtype is bfloat16 and trainer.precision {trainer.precision}: set "
-            f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
-        )
-    return problems
-
-
-def _monitor_problems(callbacks: Any) -> list[str]:
-    return [
-        f"{type(callback).__name__} monitors {callback.monitor!r}; what can be monitored is "
-        f"{' and '.join(MONITORED)}."
-        for callback in (callbacks if isinstance(callbacks, list) else [callbacks])
-        if isinstance(callback, EarlyStopping | ModelCheckpoint)
-        and callback.monitor not in (None, *MONITORED)
-    ]

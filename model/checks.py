@@ -1,0 +1,126 @@
+"""What can be wrong with the norm and the trainer's options: one sentence a problem."""
+
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentError, Namespace
+from lightning import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from kernels import NORMS, RMSNorm, load_norm
+
+MONITORED = ("val_loss", "val_perplexity")
+# For a Trainer that is built only to hear what is wrong with its other options.
+PLAIN = {
+    "callbacks": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "logger": False,
+}
+
+
+def on_gpu(accelerator: Any) -> bool:
+    """Whether a run with this trainer.accelerator will be on a GPU."""
+    return accelerator != "cpu" and torch.cuda.is_available()
+
+
+def sentence(error: Exception) -> str:
+    """An error's text in one line, with its type where the text alone may say too little."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ArgumentError | MisconfigurationException | ValueError | TypeError):
+        return f"config: {text}" if isinstance(error, UnicodeDecodeError) else text
+    return f"{type(error).__name__}: {text}"
+
+
+def norm_problems(norm: str) -> list[str]:
+    """Why there is no norm of that name, if there is none."""
+    try:
+        load_norm(norm)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def trial_problems(settings: Namespace) -> list[str]:
+    """What goes wrong in a small forward and backward pass of a norm that is not this project's."""
+    name, model = settings.norm, settings.model
+    if name in NORMS and NORMS[name].package is None:
+        return []
+    device = "cuda" if on_gpu(settings.trainer.accelerator) else "cpu"
+    x = torch.ones(2, 3, model.n_embd, device=device, requires_grad=True)
+    try:
+        norm = RMSNorm(model.n_embd, model.norm_eps, name).to(device)
+        outputs = norm(x), *norm(x, x)
+        sum(output.sum() for output in outputs).backward()
+    except Exception as error:  # somebody else's code may raise anything
+        text = " ".join(str(error).split())
+        return [f"norm {name!r} fails in a first call: {type(error).__name__}: {text}"]
+    shapes = [tuple(output.shape) for output in outputs]
+    if shapes != [tuple(x.shape)] * 3:
+        return [
+            f"norm {name!r} has to keep the shape {tuple(x.shape)} in rms_norm's output and the "
+            f"two of add_rms_norm; what it returns has {', '.join(map(str, shapes))}."
+        ]
+    return []
+
+
+def trainer_problems(settings: Namespace) -> list[str]:
+    """What is wrong with settings.trainer, alone and together with settings.model."""
+    trainer, problems = settings.trainer, []
+    try:
+        Trainer(**{**trainer, **PLAIN})
+    except Exception as error:  # such as an ImportError of what an accelerator needs
+        problems.append(sentence(error))
+    problems += _monitor_problems(trainer.callbacks)
+    if trainer.default_root_dir is None:
+        problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
+    if trainer.overfit_batches:
+        problems.append(
+            "trainer.overfit_batches has no effect on data that never ends: use a short text as "
+            "data.source."
+        )
+    for option in ("max_epochs", "limit_train_batches"):
+        if trainer[option] == 0:
+            problems.append(f"trainer.{option} is 0, which leaves nothing to train.")
+    if trainer.max_steps < 1:
+        problems.append(
+            "trainer.max_steps has to be at least 1: training data never ends and the learning "
+            "rate's schedule needs to know its last step."
+        )
+    if trainer.log_every_n_steps < 1:
+        problems.append("trainer.log_every_n_steps has to be at least 1.")
+    interval, micro_batches = trainer.val_check_interval, trainer.accumulate_grad_batches
+    if micro_batches < 1:
+        problems.append("trainer.accumulate_grad_batches has to be at least 1.")
+    elif isinstance(interval, float) or interval == 0:
+        problems.append(
+            f"trainer.val_check_interval is {interval}; it has to be a whole number of "
+            f"micro-batches, at least 1, as the training data never ends."
+        )
+    elif isinstance(interval, int) and interval % micro_batches:
+        problems.append(
+            f"trainer.val_check_interval is {interval} micro-batches, which is not a whole number "
+            f"of steps of {micro_batches} (trainer.accumulate_grad_batches)."
+        )
+    if trainer.gradient_clip_val is not None:
+        problems.append(
+            "trainer.gradient_clip_val does not work with the fused optimizer: "
+            "use model.grad_clip, which is 1.0 by default."
+        )
+    if settings.model.stream_dtype == "bfloat16" and "bf16" not in str(trainer.precision):
+        problems.append(
+            f"model.stream_dtype is bfloat16 and trainer.precision {trainer.precision}: set "
+            f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
+        )
+    return problems
+
+
+def _monitor_problems(callbacks: Any) -> list[str]:
+    return [
+        f"{type(callback).__name__} monitors {callback.monitor!r}; what can be monitored is "
+        f"{' and '.join(MONITORED)}."
+        for callback in (callbacks if isinstance(callbacks, list) else [callbacks])
+        if isinstance(callback, EarlyStopping | ModelCheckpoint)
+        and callback.monitor not in (None, *MONITORED)
+    ]
