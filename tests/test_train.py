@@ -329,7 +329,6 @@ BAD_INPUT = {
         ],
         ["mode"],
     ),
-    "context": (["--data.context", "0"], ["context is 0"]),
     "a norm that raises": (["--norm", f"{__name__}:RAISES"], ["ZeroDivisionError", "by zero"]),
     "a norm of another shape": (["--norm", f"{__name__}:FLAT"], ["shape", "(2, 3, 16)"]),
     "a folder for a checkpoint": (["--ckpt_path", "."], ["is a folder"]),
@@ -364,6 +363,11 @@ def test_a_config_with_a_fault(tmp_path, capsys, text, expected):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert train.main(["--config", str(path)]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_one_mistake_is_named_once(run, capsys):
+    assert run("--data.context", "0") == 2
+    assert capsys.readouterr().err.count("context is 0") == 1
 
 
 def test_all_faults_of_a_config_and_of_flags_are_named(tmp_path, capsys):
