@@ -250,7 +250,11 @@ def test_a_character_cut_off_by_the_end_of_the_file_is_located(tmp_path, prepare
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("a.jsonl", '{"text": "a"}\n{"text":\n'), ("a.json", "hello"), ("a.parquet", "PAR1 no")],
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text":\n'),
+        ("a.json", "hello"),
+        ("a.parquet", "PAR1 is not all"),
+    ],
 )
 def test_a_broken_file_is_named_with_the_reason(tmp_path, prepare, name, content):
     (tmp_path / name).write_text(content)
