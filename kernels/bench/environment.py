@@ -26,10 +26,10 @@ def environment() -> dict:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "liger": _version("liger-kernel"),
+        "triton": package_version("triton"),
+        "liger": package_version("liger-kernel"),
         "liger_kernel_impl": os.environ.get("LIGER_KERNEL_IMPL", NOT_AVAILABLE),
-        "quack": _version("quack-kernels"),
+        "quack": package_version("quack-kernels"),
         "python_native": list(native.available_dsls) if native else NOT_AVAILABLE,
         "clocks": {"start": clocks()},
     }
@@ -74,7 +74,8 @@ def _output(*command: str) -> str:
     return done.stdout.strip()
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
