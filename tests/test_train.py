@@ -13,6 +13,7 @@ import yaml
 from lightning import Callback
 
 import train
+from data import TextDataModule
 from kernels import Norm
 from model.loggers import MetricsFile, read_metrics
 
@@ -47,6 +48,7 @@ def config(tmp_path_factory) -> Path:
     }
     path = folder / "small.yaml"
     path.write_text(yaml.safe_dump(settings))
+    TextDataModule(**settings["data"]).prepare_data()  # whichever test comes first is quiet then
     return path
 
 
