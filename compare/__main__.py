@@ -53,11 +53,11 @@ def compare(request: Request, command: str) -> int:
     if request.settings.device.type != "cuda":
         print(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
     try:
-        for number, (scope, part) in enumerate(jobs, start=1):
-            title = f"{number}/{len(jobs)} {part}, {scope} model"
+        for number, (scopes, part) in enumerate(jobs, start=1):
+            title = f"{number}/{len(jobs)} {part}, {scopes[0]} model"
             try:
                 with live(title) as progress:
-                    comparison.measure(scope, part, progress)
+                    comparison.measure(scopes, part, progress)
             except ChildError as error:
                 print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -120,26 +120,30 @@ class Comparison:
             commands = [result.get("command"), command]
             result["command"] = "\n".join(dict.fromkeys(filter(None, commands)))
         comparison = cls(request, folder, results)
-        for scope, part in comparison.jobs():
-            missing = results[scope]["missing"]
-            results[scope]["missing"] = [*missing, *({part} - {*missing, *results[scope]})]
+        for scopes, part in comparison.jobs():
+            for result in (results[scope] for scope in scopes):
+                result["missing"] += {part} - {*result["missing"], *result}
         return comparison
 
-    def jobs(self) -> Iterator[tuple[str, str]]:
-        """Scope and part, in order. Parity has no scope: it takes longest, and comes last."""
+    def jobs(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Scopes and part, in order. Parity, which takes longest, is the same for all scopes."""
         for scope in self.request.scopes:
-            yield from ((scope, part) for part in self.request.parts if part != "parity")
+            yield from (((scope,), part) for part in self.request.parts if part != "parity")
         if "parity" in self.request.parts:
-            yield self.request.scopes[0], "parity"
+            yield self.request.scopes, "parity"
 
-    def measure(self, scope: str, part: str, progress: Progress) -> None:
-        """Run one part and write its results."""
-        settings, result = self.request.settings.with_scope(scope), self.results[scope]
-        result[part] = run_part(settings, part, result, self.request.rounds, progress)
-        if part == "speed" and (clocks := result[part].pop("clocks")):
-            result["environment"]["clocks"] = clocks
-        result["missing"] = [name for name in result["missing"] if name != part]
-        self._save(scope)
+    def measure(self, scopes: tuple[str, ...], part: str, progress: Progress) -> None:
+        """Run one part in the first of the scopes and write what it found into all of them."""
+        settings, before = self.request.settings.with_scope(scopes[0]), self.results[scopes[0]]
+        found = run_part(settings, part, before, self.request.rounds, progress)
+        clocks = found.pop("clocks", None)
+        for scope in scopes:
+            result = self.results[scope]
+            result[part] = found
+            if clocks:
+                result["environment"]["clocks"] = clocks
+            result["missing"] = [name for name in result["missing"] if name != part]
+            self._save(scope)
 
     def write(self) -> None:
         """Write everything, however little there is, and the report over it."""
@@ -160,7 +164,7 @@ class Comparison:
 
     def status(self) -> int:
         """Exit status: whether everything was measured and parity, if asked for, holds."""
-        asked = [(self.results[scope], part) for scope, part in self.jobs()]
+        asked = [(self.results[scope], part) for scopes, part in self.jobs() for scope in scopes]
         if any(part not in result for result, part in asked):
             return FAILS
         verdicts = [result[part]["verdict"] for result, part in asked if part == "parity"]

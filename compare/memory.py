@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from compare import child
-from compare.child import ChildError, Progress
+from compare.child import Progress
 from compare.setup import Settings, batches, make_model, make_step, norm_inputs
 from compare.timing import ready_step, synchronize
 from kernels import RMSNorm
@@ -24,7 +24,7 @@ UNKNOWN = dict.fromkeys(
 def run(settings: Settings, progress: Progress) -> dict:
     """Each norm's memory, as results.json has it under "memory"; peaks are None without a GPU."""
     found = {norm: dict(UNKNOWN) for norm in settings.norms}
-    total = 1 + (3 * len(settings.norms) if settings.device.type == "cuda" else 0)
+    total = 1 + (2 * len(settings.norms) if settings.device.type == "cuda" else 0)
     progress("bytes kept for backward", 0, total)
     saved = child.call("compare.memory:saved_bytes", settings.config, lambda *_: None)
     for norm in settings.norms:
@@ -32,27 +32,22 @@ def run(settings: Settings, progress: Progress) -> dict:
     if settings.device.type == "cuda":
         for number, norm in enumerate(settings.norms):
             found[norm] |= on_gpu(
-                settings, norm, lambda what, i, n=number: progress(what, 1 + 3 * n + i, total)
+                settings, norm, lambda what, i, n=number: progress(what, 1 + 2 * n + i, total)
             )
     return found
 
 
 def on_gpu(settings: Settings, norm: str, progress: Callable[[str, int], None]) -> dict:
-    """Peaks of two fresh processes, which have to agree, and the largest batch of a third."""
+    """Peaks of two fresh processes, which have to agree, and the largest batch of the second."""
 
-    def call(function: str):
+    def call(function: str) -> dict:
         return child.call(function, settings.config, lambda *_: None, norm=norm)
 
     progress(f"peak of {norm}", 0)
     first = call("compare.memory:peak")
-    progress(f"peak of {norm} again", 1)
-    found = {**first, "repeat_equal": call("compare.memory:peak") == first}
-    progress(f"largest batch of {norm}", 2)
-    try:
-        found["largest_batch"] = call("compare.memory:largest_batch")
-    except ChildError as error:  # a size at which something else than memory fails
-        found["largest_batch_note"] = str(error).splitlines()[-1]
-    return found
+    progress(f"peak of {norm} again, and its largest batch", 1)
+    second = call("compare.memory:peak_and_largest_batch")
+    return {**first, "repeat_equal": second.pop("peak") == first, **second}
 
 
 def saved_bytes(settings: Settings, progress: Progress) -> dict[str, int]:
@@ -110,7 +105,16 @@ def peak(settings: Settings, progress: Progress, norm: str) -> dict:
     }
 
 
-def largest_batch(settings: Settings, progress: Progress, norm: str) -> int:
+def peak_and_largest_batch(settings: Settings, progress: Progress, norm: str) -> dict:
+    """`peak` under that name, then `largest_batch`, or why it is not known."""
+    found = {"peak": peak(settings, progress, norm)}
+    try:
+        return found | {"largest_batch": largest_batch(settings, norm)}
+    except RuntimeError as error:  # a size at which something else than memory fails
+        return found | {"largest_batch_note": str(error).splitlines()[0]}
+
+
+def largest_batch(settings: Settings, norm: str) -> int:
     """Largest batch, in sequences, with which two steps fit into the GPU's memory.
 
     Doubled until it does not fit, then bisected to within 3%.

@@ -56,8 +56,8 @@ def sections(results: list[dict]) -> list[Section]:
     page = []
     for result in results:
         page += _scope(result)
-    checked = [result for result in results if result.get("parity")]
-    for result in checked:
+    checked = {result["stream_dtype"]: result for result in results if result.get("parity")}
+    for result in checked.values():  # the scopes have it in common
         page += _parity(result)
     if not checked:
         page.append(_not_measured("Loss curves", level=2))
@@ -250,10 +250,12 @@ def _memory_row(result: dict, norm: str) -> list[str]:
 
 
 def _parity(result: dict) -> list[Section]:
+    """What was found in the eager model; it is the same for all scopes."""
     parity = result["parity"]
     candidate, reference = parity["candidate"], parity["reference"]
+    where = f"eager model, {result['stream_dtype']} stream"
     caption = (
-        f"{candidate} against {reference}, {setup(result)}. The grey band spans the null runs of "
+        f"{candidate} against {reference}, {where}. The grey band spans the null runs of "
         "all seeds: the noise that the order of summation alone makes."
     )
     tiers = Table(["tier", "found", "verdict"], _tier_rows(parity["tiers"]), prose=True)
@@ -261,7 +263,7 @@ def _parity(result: dict) -> list[Section]:
         Section(
             f"Loss curves: {candidate} against {reference}",
             level=2,
-            sentences=[f"{setup(result).capitalize()}: {sentences.parity(parity)}."],
+            sentences=[f"{where.capitalize()}: {sentences.parity(parity)}."],
             figures=[_figure("losses", plots.losses, result, caption)],
             tables=[tiers, *_closest(parity["tiers"]), _norms(parity["norms"])],
         ),

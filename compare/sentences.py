@@ -124,13 +124,10 @@ def pace(result: dict) -> str | None:
 
 
 def missing(results: list[dict]) -> list[str]:
-    """A sentence for each scope with parts that were not measured; parity is due in one scope."""
-    checked = any("parity" in result for result in results)
+    """A sentence for each scope with parts that were not measured."""
     sentences = []
     for result in results:
         absent = [part for part in PARTS if part not in result]
-        if checked and "parity" not in result["missing"]:
-            absent = [part for part in absent if part != "parity"]
         absent += [part for part in result["missing"] if part not in PARTS]
         if absent:
             sentences.append(f"Missing for the {setup(result)}: {enumeration(absent)}.")

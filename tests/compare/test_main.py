@@ -97,6 +97,14 @@ def test_several_scopes_have_a_folder_each_and_one_report(run, outcomes, tmp_pat
     assert (folder / "report.html").exists()
 
 
+def test_parity_is_in_the_results_of_every_scope(run, outcomes, tmp_path):
+    assert run("parity", "--scopes", "eager,compiled") == 0
+    for scope in ("eager", "compiled"):
+        found = results(tmp_path / "compare-small" / scope)
+        assert found["parity"]["verdict"] == PASS["verdict"]
+        assert found["missing"] == []
+
+
 def test_a_single_part_joins_a_comparison_with_the_same_settings(run, outcomes, tmp_path):
     outcomes |= {"compare.memory:saved_bytes": {"eager": 1, "aten": 2}}
     assert run("memory") == 0

@@ -55,7 +55,7 @@ def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
         return step
 
     monkeypatch.setattr(memory, "make_step", make_step)
-    assert memory.largest_batch(settings, lambda *_: None, "eager") == 9
+    assert memory.largest_batch(settings, "eager") == 9
 
 
 def test_without_a_gpu_there_are_no_peaks(settings, in_this_process):
@@ -67,15 +67,21 @@ def test_without_a_gpu_there_are_no_peaks(settings, in_this_process):
 
 
 def test_peaks_of_two_processes_have_to_agree(settings, monkeypatch):
-    peaks = iter(
-        [{"retries": 0, "peak_allocated_gib": 1.0}, {"retries": 0, "peak_allocated_gib": 2.0}]
-    )
+    first, second = ({"retries": 0, "peak_allocated_gib": gib} for gib in (1.0, 2.0))
     answers = {
-        "compare.memory:peak": lambda: next(peaks),
-        "compare.memory:largest_batch": lambda: 40,
+        "compare.memory:peak": first,
+        "compare.memory:peak_and_largest_batch": {"peak": second, "largest_batch": 40},
     }
-    monkeypatch.setattr(memory.child, "call", lambda target, *_, **__: answers[target]())
+    monkeypatch.setattr(memory.child, "call", lambda target, *_, **__: answers[target])
     found = memory.on_gpu(settings, "eager", lambda *_: None)
-    assert found["repeat_equal"] is False
-    assert found["peak_allocated_gib"] == 1.0
-    assert found["largest_batch"] == 40
+    assert found == {**first, "repeat_equal": False, "largest_batch": 40}
+
+
+def test_a_size_that_fails_for_another_reason_is_said(settings, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("an index is too large\nand more")
+
+    monkeypatch.setattr(memory, "peak", lambda *_: {"retries": 0})
+    monkeypatch.setattr(memory, "largest_batch", fails)
+    found = memory.peak_and_largest_batch(settings, lambda *_: None, "eager")
+    assert found == {"peak": {"retries": 0}, "largest_batch_note": "an index is too large"}
