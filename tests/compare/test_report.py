@@ -60,7 +60,7 @@ def test_headline_of_a_complete_scope():
     assert sentences.headline(sample("compiled")) == (
         "With a compiled model and a bfloat16 stream, triton is not measurably faster or slower "
         "than eager (0.999x [0.995, 1.003]) or compiled (1.001x [0.997, 1.005]), and saves 20 MiB "
-        "of peak memory."
+        "of peak memory; the loss curves agree."
     )
 
 
