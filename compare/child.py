@@ -1,19 +1,24 @@
-"""Parts of a comparison in fresh processes, whose memory, caches and compilers start empty."""
+"""Parts of a comparison in fresh processes, whose memory, caches and compilers start empty.
+
+They are forked from a server that has imported everything and done nothing else, so that a
+process costs no imports.
+"""
 
 import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from compare.setup import from_config
 
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
-MARK = "compare-progress "  # begins the lines of a child's output that are meant for its parent
+PRELOADED = ["compare.speed", "compare.profile", "compare.memory", "compare.parity"]
 
 
 class ChildError(RuntimeError):
@@ -38,52 +43,58 @@ def call(
     Raises:
         ChildError: if the function raises or its process dies.
     """
-    with tempfile.TemporaryDirectory(prefix="compare-") as name:
-        request, result, errors = (Path(name) / file for file in ("request", "result", "errors"))
-        request.write_text(json.dumps({"target": target, "config": config, "arguments": arguments}))
-        command = [sys.executable, "-m", "compare.child", str(request), str(result)]
-        path = os.pathsep.join(filter(None, sys.path))  # it finds the modules that we find
-        variables = {**os.environ, "PYTHONPATH": path, **(environment or {})}
-        with (
-            errors.open("w") as stderr,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=variables
-            ) as process,
-        ):
-            try:
-                _relay(process, progress)
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode or not result.exists():
-            lines = errors.read_text().splitlines()[-20:]
+    # Asks for GPUs without touching CUDA, which would not survive the server's fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        printed = Path(folder) / "printed"
+        request = target, config, {**os.environ, **(environment or {})}, arguments
+        process = context.Process(target=_answer, args=(sender, str(printed), *request))
+        process.start()
+        sender.close()
+        try:
+            result = _relay(receiver, progress)
+            process.join()
+        except BaseException:
+            process.kill()
+            process.join()
+            raise
+        if result is None:
+            lines = printed.read_text().splitlines()[-20:] if printed.exists() else []
             raise ChildError(
-                f"{target} failed in its process (exit status {process.returncode}):\n"
+                f"{target} failed in its process (exit status {process.exitcode}):\n"
                 + "\n".join(lines)
             )
-        return json.loads(result.read_text())
+    return json.loads(result)
 
 
-def _relay(process: subprocess.Popen, progress: Progress) -> None:
-    for line in process.stdout:
-        if line.startswith(MARK):
-            progress(*json.loads(line.removeprefix(MARK)))
+def _relay(receiver: Connection, progress: Progress) -> str | None:
+    """The other side's result, None if it ends without one; its reports go to `progress`."""
+    while True:
+        try:
+            report, result = receiver.recv()
+        except EOFError:
+            return None
+        if result is not None:
+            return result
+        progress(*report)
 
 
-def main(request: str, result: str) -> None:
-    """The other side of `call`: what the function prints goes to stderr, progress to stdout."""
-    channel, sys.stdout = sys.stdout, sys.stderr
-
-    def progress(what: str, done: int, total: int) -> None:
-        print(f"{MARK}{json.dumps([what, done, total])}", file=channel, flush=True)
-
-    wanted = json.loads(Path(request).read_text())
-    module, _, function = wanted["target"].partition(":")
+def _answer(
+    sender: Connection, printed: str, target: str, config: dict, variables: dict, arguments: dict
+) -> None:
+    """The other side of `call`; all that it prints, or its libraries do, goes to a file."""
+    file = os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    os.environ.clear()
+    os.environ.update(variables)
+    module, _, function = target.partition(":")
     found = getattr(importlib.import_module(module), function)(
-        from_config(wanted["config"]), progress, **wanted["arguments"]
+        from_config(config),
+        lambda what, done, total: sender.send(((what, done, total), None)),
+        **arguments,
     )
-    Path(result).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sender.send((None, json.dumps(found)))
