@@ -106,15 +106,16 @@ def backward_key(n: int, h_dtype: torch.dtype, dy_dtype: torch.dtype, has_dh: bo
 
 
 def forward_heuristic(n: int, itemsize: int) -> Launch:
-    """A whole row is one tile where it fits the registers, else it is read in blocks, twice.
+    """A row of up to 8192 float32 features is one tile; a longer one is read in blocks, twice.
 
     itemsize: bytes of the compute dtype.
     """
-    columns = min(triton.next_power_of_2(n), 32768 * 4 // itemsize)
+    whole = triton.next_power_of_2(n)
+    columns = min(whole, 8192 * 4 // itemsize)
     if INTERPRETED:
         return Launch(max(1, INTERPRETED_TILE // columns), columns, warps=4)
     rows = max(1, 2048 // columns)
-    return Launch(rows, columns, warps=min(max(rows * columns // 1024, 4), 32))
+    return Launch(rows, columns, warps=min(max(rows * whole // 1024, 4), 32))
 
 
 def backward_heuristic(n: int, itemsize: int, read: int, shared_memory: int) -> Launch:

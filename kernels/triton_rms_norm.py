@@ -160,33 +160,40 @@ def _forward_kernel(
     x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
     column = tl.arange(0, COLUMNS)[None, :]
 
+    # What is read in blocks is read again soon; a single block never is.
+    FIRST: tl.constexpr = "evict_last" if N > COLUMNS else ""
+    SECOND: tl.constexpr = "evict_first"
     squares = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
     for start in tl.static_range(0, N, COLUMNS):
         inside = (row < n_rows) & (start + column < N)
-        h = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(COMPUTE)
+        h = tl.load(x_ptr + start + column, inside, 0.0, eviction_policy=FIRST).to(COMPUTE)
         if HAS_RESIDUAL:
-            residual = tl.load(residual_ptr + row * N + start + column, mask=inside, other=0.0)
+            at = row * N + start + column
+            residual = tl.load(residual_ptr + at, inside, 0.0, eviction_policy=FIRST)
             rounded = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty)
-            tl.store(h_ptr + row * N + start + column, rounded, mask=inside)
+            tl.store(h_ptr + at, rounded, inside)
             h = rounded.to(COMPUTE)
         squares += h * h
+    if HAS_WEIGHT and N <= COLUMNS:  # asked for now, it is there when the sum is
+        weight = tl.load(weight_ptr + column, column < N, 0.0)
     rstd = tl.rsqrt(_sum(squares, 1) / N + EPS)
     if SAVE_RSTD:
-        tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
+        tl.store(rstd_ptr + row, rstd, row < n_rows)
 
     for start in tl.static_range(0, N, COLUMNS):
         inside = (row < n_rows) & (start + column < N)
+        at = row * N + start + column
         if N > COLUMNS:
-            h = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(COMPUTE)
+            h = tl.load(x_ptr + start + column, inside, 0.0, eviction_policy=SECOND).to(COMPUTE)
             if HAS_RESIDUAL:
-                residual = tl.load(residual_ptr + row * N + start + column, mask=inside, other=0.0)
+                residual = tl.load(residual_ptr + at, inside, 0.0, eviction_policy=SECOND)
                 h = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty).to(COMPUTE)
+            if HAS_WEIGHT:
+                weight = tl.load(weight_ptr + start + column, start + column < N, 0.0)
         y = h * rstd
         if HAS_WEIGHT:
-            y *= tl.load(weight_ptr + start + column, mask=start + column < N, other=0.0).to(
-                COMPUTE
-            )
-        tl.store(y_ptr + row * N + start + column, _round(y, y_ptr.dtype.element_ty), mask=inside)
+            y *= weight.to(COMPUTE)
+        tl.store(y_ptr + at, _round(y, y_ptr.dtype.element_ty), inside)
 
 
 def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tensor]:

@@ -60,8 +60,8 @@ class Search:
         n, forward = self.case.n, self.direction == "forward"
         read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
         whole = triton.next_power_of_2(n)
-        blocks = (2048, 4096, 8192) if n > 8192 and not forward else ()
-        for columns in (*blocks, *([whole] if whole <= (32768 if forward else 16384) else [])):
+        blocks = ((8192, 16384) if forward else (2048, 4096, 8192)) if n > 8192 else ()
+        for columns in {*blocks, *([whole] if whole <= (32768 if forward else 16384) else [])}:
             for rows, warps in product((2**i for i in range(8)), (1, 2, 4, 8, 16, 32)):
                 tile = rows * columns
                 if not (512 <= tile <= max(16384, columns) and 8 <= tile // (32 * warps) <= 32):
