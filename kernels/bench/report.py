@@ -183,16 +183,25 @@ def bandwidth_over_n(rows: list[dict], direction: str) -> dict[str, list[tuple[i
 
 
 def targets_table(results: dict) -> str:
-    """Markdown: every target in every case with what was measured, misses included."""
+    """Markdown: every target in every case with what was measured, misses included.
+
+    Beside it what a kernel at the ceiling would get, where that is less than what was aimed at.
+    """
     verdicts = judge(results["rows"])
     if not verdicts:
         return "No target is stated for what was measured."
-    header = ["target", "case", "pass", "at least", "measured", "verdict"]
+    header = ["target", "case", "pass", "at least", "measured", "verdict", "at the ceiling"]
     lines = [_line(header), _line(["---"] * len(header))]
     lines += [_verdict_line(verdict) for verdict in verdicts]
     counts = {v.verdict: sum(w.verdict == v.verdict for w in verdicts) for v in verdicts}
     total = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-    return "\n".join(["## Targets", "", *lines, "", f"{len(verdicts)} targets: {total}."])
+    beyond = sum(_beyond_ceiling(verdict) for verdict in verdicts)
+    summary = f"{len(verdicts)} targets: {total}; {beyond} are out of a kernel's reach."
+    return "\n".join(["## Targets", "", *lines, "", summary])
+
+
+def _beyond_ceiling(verdict: Verdict) -> bool:
+    return verdict.at_ceiling is not None and verdict.at_ceiling < verdict.target.at_least
 
 
 def _verdict_line(verdict: Verdict) -> str:
@@ -200,7 +209,9 @@ def _verdict_line(verdict: Verdict) -> str:
     shown = verdict.verdict if verdict.verdict == "met" else f"**{verdict.verdict}**"
     passes = "both" if "host" in verdict.target.text else verdict.case["pass"]
     at_least = f"{verdict.target.at_least:.2f}"
-    return _line([verdict.target.text, label(verdict.case), passes, at_least, measured, shown])
+    bound = f"{verdict.at_ceiling:.3f}" if _beyond_ceiling(verdict) else ""
+    text, case = verdict.target.text, label(verdict.case)
+    return _line([text, case, passes, at_least, measured, shown, bound])
 
 
 def tables(results: dict) -> str:

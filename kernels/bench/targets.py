@@ -21,6 +21,7 @@ class Target:
             there, because it was not run or has no time.
         interval: the same figure's uncertainty, where being equal is enough: a case whose interval
             reaches `at_least` counts as no measurable difference.
+        has_ceiling: whether the figure is of time on the GPU, which the memory's speed limits.
     """
 
     text: str
@@ -30,16 +31,25 @@ class Target:
     at_least: float
     n: range = range(1, 2**31)
     interval: Callable[[Rows], tuple[float, float]] | None = None
+    has_ceiling: bool = True
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target in one case: its figure (None where not measured) and what that means."""
+    """One target in one case.
+
+    Args:
+        measured: its figure, None where not measured.
+        verdict: what that means.
+        at_ceiling: the figure of a kernel that would take no longer than the stream kernel, which
+            only moves the same bytes: below `at_least`, no kernel meets the target in this case.
+    """
 
     target: Target
     case: dict
     measured: float | None
     verdict: str
+    at_ceiling: float | None = None
 
 
 def by_case(rows: list[dict]) -> list[tuple[dict, Rows]]:
@@ -73,11 +83,14 @@ def _judge(target: Target, case: dict, rows: Rows) -> Verdict:
         measured = target.measure(rows)
     except KeyError:
         return Verdict(target, case, None, "not measured")
+    at_ceiling = measured / _triton(rows)["fraction"] if target.has_ceiling else None
     if measured >= target.at_least:
-        return Verdict(target, case, measured, "met")
-    if target.interval and target.interval(rows)[1] >= target.at_least:
-        return Verdict(target, case, measured, "no measurable difference")
-    return Verdict(target, case, measured, "missed")
+        verdict = "met"
+    elif target.interval and target.interval(rows)[1] >= target.at_least:
+        verdict = "no measurable difference"
+    else:
+        verdict = "missed"
+    return Verdict(target, case, measured, verdict, at_ceiling)
 
 
 def faster_than(*peers: str) -> Callable[[Rows], float]:
@@ -158,6 +171,14 @@ TARGETS = (
         ("forward",),
         host_time_against("compiled"),
         1.0,
+        has_ceiling=False,
     ),
-    Target("QuACK's host time / ours", ("design",), ("forward",), host_time_against("quack"), 1.0),
+    Target(
+        "QuACK's host time / ours",
+        ("design",),
+        ("forward",),
+        host_time_against("quack"),
+        1.0,
+        has_ceiling=False,
+    ),
 )

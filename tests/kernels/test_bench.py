@@ -220,6 +220,16 @@ def test_no_cliff(inductor, verdict):
     assert [found for _, found in verdicts(rows, "Inductor's time")] == [verdict]
 
 
+@pytest.mark.parametrize(("inductor", "beyond"), [(13.9, "1.390"), (14.1, "")])
+def test_a_target_that_no_kernel_at_the_ceiling_meets_is_said_to_be_so(inductor, beyond):
+    rows = [  # the ceiling takes 10 us
+        row(DESIGN_CASE, "backward", "triton", 11.0),
+        row(DESIGN_CASE, "backward", "compiled", inductor),
+    ]
+    [line] = [x for x in report.targets_table({"rows": rows}).splitlines() if "| 1.40 |" in x]
+    assert line.endswith(f"**missed** | {beyond} |")
+
+
 def test_equal_within_the_rounds_noise_is_no_cliff():
     case = norm_case("odd", 64, 769)
     ours, theirs = row(case, "forward", "triton", 10.0), row(case, "forward", "compiled", 9.99)
