@@ -59,11 +59,13 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """The checkout's commit, "-dirty" if it has changes; outside of git, what GIT_REVISION says."""
+    """What GIT_REVISION says, for a copy of a checkout; else the commit, "-dirty" if changed."""
+    if revision := os.environ.get("GIT_REVISION"):
+        return revision
     try:
         return _output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_REVISION", NOT_AVAILABLE)
+        return NOT_AVAILABLE
 
 
 def _output(*command: str) -> str:
