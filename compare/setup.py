@@ -94,7 +94,8 @@ def make_model(settings: Settings, norm: str, seed: int) -> LitGPT:
         # there may be of them would run uncompiled, with no more than a warning.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-    with torch.random.fork_rng(devices=[]):
+    on_gpu = [settings.device] if settings.device.type == "cuda" else []
+    with torch.random.fork_rng(on_gpu), settings.device:  # on a GPU, weights are drawn there
         torch.manual_seed(seed)
         lit = LitGPT(**settings.model, norm=norm, compile=settings.scope == "compiled")
     return lit.to(settings.device)
