@@ -82,7 +82,7 @@ def _clear(options: argparse.Namespace) -> int:
         print(f"There are no tokens in {folder}.")
         return 0
     for entry in found:
-        print(f"{_megabytes(entry.size):>12}  {entry.path.name}  ({entry.source or 'not whole'})")
+        print(f"{_megabytes(entry.size):>12}  {entry.path.name}  ({entry.source or 'of no use'})")
     question = f"Delete these {len(found)} in {folder}, {_megabytes(sum(e.size for e in found))}"
     if not options.yes and not _agreed(question):
         print("Nothing was deleted.")

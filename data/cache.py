@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -102,7 +102,7 @@ class Entry:
 
     path: Path
     size: int  # bytes
-    source: str | None  # None if it is not whole
+    source: str | None  # None if it is not whole, or of another version
 
 
 def entries(cache_dir: Path) -> list[Entry]:
@@ -171,13 +171,14 @@ def _open(folder: Path) -> TokenCache | None:
             size = (folder / f"{split}.bin").stat().st_size
             if size != count * np.dtype(meta["dtype"]).itemsize:
                 return None
-    except (FileNotFoundError, ValueError):
+        documents = meta["documents"]
+    except (FileNotFoundError, ValueError, KeyError):
         return None
     train, validation = (
         np.memmap(folder / f"{split}.bin", dtype=meta["dtype"], mode="r")
         for split in ("train", "validation")
     )
-    return TokenCache(folder, train, validation, meta["documents"])
+    return TokenCache(folder, train, validation, documents)
 
 
 def _build(
@@ -266,7 +267,7 @@ def _processes(rows: Split, num_proc: int | None, limit: int | None) -> int:
     return min(wanted, 1 + _at_most(rows, limit) // _BYTES_PER_PROCESS, max(1, documents))
 
 
-def _texts(rows: Split, explained: AbstractContextManager[None]) -> Iterator[Texts]:
+def _texts(rows: Split, explained: AbstractContextManager[None]) -> Generator[Texts, None, None]:
     """The documents in lists, each the task of a process."""
     length = _DOCUMENTS_PER_TASK
     if isinstance(rows, datasets.Dataset):
@@ -286,7 +287,7 @@ def _bar(split: str, rows: Split, limit: int | None) -> dict:
 def _tokenise(
     path: Path,
     held_out: Path | None,
-    texts: Iterable[Texts],
+    texts: Generator[Texts, None, None],
     encoder: Encoder,
     processes: int,
     limit: int | None,
@@ -300,6 +301,7 @@ def _tokenise(
     kept_counts, held_counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     tokens = documents = empty = 0
     with (
+        closing(texts),  # a stream of parquet that is left open can hang Python's exit
         in_processes(processes, encoder) as encode,
         tqdm(**bar) as progress,
         _written(path) as file,

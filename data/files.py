@@ -26,6 +26,7 @@ KINDS = f"{', '.join(READERS)}; the first three also with {' or '.join(_UNPACKER
 _HELD_OUT = {"validation": "validation|valid|val|dev", "test": "test|testing|eval|evaluation"}
 # What the hub's tools write beside the data.
 _NOT_DATA = re.compile(r"(dataset_infos?|dataset_dict|config|state)\.json|cache-.*\.arrow")
+_OUT_OF_SIGHT = re.compile(r"^\.|\.tmp$")  # hidden, or being written: a cache may be in there
 _LARGEST_TXT = 2**31 - 1  # bytes in one Arrow string
 _READ_CHUNK = 2**20  # bytes
 
@@ -87,7 +88,7 @@ def _files_in(folder: Path) -> list[Path]:
         for path in folder.rglob("*")
         if reader_of(path)
         and not _NOT_DATA.fullmatch(path.name)
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not any(map(_OUT_OF_SIGHT.search, path.relative_to(folder).parts))
         and path.is_file()
     )
     if not files:

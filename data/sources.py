@@ -54,7 +54,7 @@ class LocalFiles:
     def fingerprint(self) -> str:
         """A digest of the content: even an edit that keeps size and time stamp changes it."""
         digest = hashlib.sha256(_name(self.group).encode())
-        with self.explained(self.path):
+        with _explained(f"Cannot read {self.path}", self.path):
             for split, files in splits_of(self.path).items():
                 for file in files:
                     with file.open("rb") as content:
@@ -69,9 +69,9 @@ class LocalFiles:
 
         To `stream` makes no copy, but for files that are compressed.
         """
+        splits = splits_of(self.path)
+        reader = reader_of(splits["train"][0])
         with self.explained(scratch):
-            splits = splits_of(self.path)
-            reader = reader_of(splits["train"][0])
             patterns = {
                 split: [glob.escape(str(readable(file, scratch).absolute())) for file in files]
                 for split, files in splits.items()
@@ -88,10 +88,8 @@ class LocalFiles:
 
     def explained(self, scratch: Path) -> AbstractContextManager[None]:
         """Turns whatever is raised while the text is read into a DataError."""
-        return _explained(f"Cannot read {self.path} as {self._reader()}", scratch)
-
-    def _reader(self) -> str:
-        return reader_of(self.path) or "text"
+        reader = reader_of(splits_of(self.path)["train"][0])
+        return _explained(f"Cannot read {self.path} as {reader}", scratch)
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,12 @@ class HubDataset:
 
     def explained(self, scratch: Path) -> AbstractContextManager[None]:
         """Turns whatever is raised while the text is read into a DataError."""
+        folder = Path(datasets.config.HF_DATASETS_CACHE)
+        if os.path.isdir(self.path):
+            return _explained(f"Cannot load the folder {self} as a data set", folder)
         return _explained(
             f"Cannot load {self} from the Hugging Face hub",
-            Path(datasets.config.HF_DATASETS_CACHE),
+            folder,
             f'Without network there are "kjv" and paths of local files ({self.path} is none).',
         )
 
