@@ -190,22 +190,23 @@ def flat(documents):
     return [token for document in documents for token in document]
 
 
-@pytest.mark.parametrize("max_tokens", [20, 19 * 19, 19 * 19 + 1, 5000])
+@pytest.mark.parametrize(("max_tokens", "read"), [(19 * 19 + 1, 21), (5000, 277)])
 def test_documents_are_taken_up_to_max_tokens_and_every_20th_is_held_out(
-    tmp_path, prepare, max_tokens
+    tmp_path, prepare, max_tokens, read
 ):
     folder, documents = lines(tmp_path, 1000)
     tokens = prepare(folder, max_tokens=max_tokens).tokens
-    kept = flat(document for i, document in enumerate(documents, 1) if i % 20)
-    read = -(-max_tokens // 19)  # documents of 19 tokens to train on
-    if max_tokens < 19 * 19:  # fewer than 20 documents: the last one is held out
-        assert tokens.train.tolist() == documents[0]
-        assert tokens.validation.tolist() == documents[1][:1]
-    else:
-        assert tokens.train.tolist() == kept[:max_tokens]
-        held_out = documents[19 : read + (read - 1) // 19 : 20]
-        assert tokens.validation.tolist() == flat(held_out or [documents[18]])
-    assert tokens.documents["train"] == -(-len(tokens.train) // 19)
+    kept = [document for i, document in enumerate(documents, 1) if i % 20]
+    assert tokens.train.tolist() == flat(kept)[:max_tokens]
+    assert tokens.validation.tolist() == flat(documents[19:read:20])
+    assert tokens.documents == {"train": read - read // 20, "validation": read // 20}
+
+
+def test_of_fewer_than_20_documents_up_to_max_tokens_the_last_is_held_out(tmp_path, prepare):
+    folder, documents = lines(tmp_path, 1000)
+    tokens = prepare(folder, max_tokens=19 * 18 + 7).tokens
+    assert tokens.train.tolist() == flat(documents[:18])
+    assert tokens.validation.tolist() == documents[18][:7]
 
 
 def test_more_tokens_never_move_a_document_to_the_other_split(tmp_path, prepare):
@@ -242,7 +243,7 @@ def test_a_stream_is_read_no_further_than_needed(tmp_path, prepare):
     folder, _ = lines(tmp_path, 300)
     (folder / "train-1.jsonl").write_text('{"text": ')
     assert len(prepare(folder, max_tokens=5000).tokens.train) == 5000
-    with pytest.raises(DataError, match="Cannot read .*lines as json"):
+    with pytest.raises(DataError, match=r"Cannot read .*lines as json"):
         prepare(folder, max_tokens=50_000)
 
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import DataError, load_tokenizer
-from data.tokenizer import END_OF_TEXT as EOT
 
 
 def test_gpt2_gives_the_published_ids():
@@ -81,9 +80,9 @@ def test_vocabulary_that_was_tampered_with_is_refused(tmp_path, monkeypatch):
 def test_a_vocabulary_that_is_fetched_is_kept_where_it_lasts(monkeypatch, tmp_path):
     def fetch(name):
         seen.append(os.environ["TIKTOKEN_CACHE_DIR"])
-        return tiktoken.Encoding("x", pat_str=".", mergeable_ranks={}, special_tokens={EOT: 0})
+        return gpt2
 
-    seen = []
+    seen, gpt2 = [], load_tokenizer("gpt2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # restored afterwards
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
