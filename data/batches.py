@@ -1,7 +1,7 @@
 """Which tokens are in which batch: pure functions of the tokens, the seed and the step."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -53,7 +53,58 @@ class OrderedBlocks:
         return self.tokens[start : start + self.context + 1]
 
 
-def stack(blocks: ShuffledBlocks | OrderedBlocks, indices: range) -> torch.Tensor:
+class MixedBlocks:
+    """Blocks of several sources, each in its own order, mixed in fixed shares.
+
+    Of every `PERIOD` blocks, source s has `quotas[s]`, at random places that depend on `seed` and
+    the number of the period alone. So block i depends on the sources, `quotas`, `seed` and i, not
+    on what was read before. Ends, where the sources end, before the first block that is missing.
+    """
+
+    PERIOD = 1000
+
+    def __init__(
+        self, sources: Sequence[ShuffledBlocks | OrderedBlocks], shares: Sequence[float], seed: int
+    ) -> None:
+        self.sources, self.quotas, self.seed = sources, self.quotas_of(shares), seed
+        self._period, self._order = -1, np.empty(0, dtype=np.int64)
+
+    @classmethod
+    def quotas_of(cls, shares: Sequence[float]) -> np.ndarray:
+        """Shares that add up to 1, in blocks of a period: their sum is PERIOD, each at least 0."""
+        ends = np.floor(np.cumsum(shares) * cls.PERIOD + 0.5).astype(np.int64)
+        return np.diff(ends, prepend=0)
+
+    def __len__(self) -> int:
+        return min(self._place_of(s, len(blocks)) for s, blocks in enumerate(self.sources))
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Block `index`: shape (context + 1,), dtype of its source's tokens."""
+        period, place = divmod(index, self.PERIOD)
+        order = self._order_of(period)
+        source = order[place]
+        before = np.count_nonzero(order[:place] == source)
+        return self.sources[source][int(period * self.quotas[source] + before)]
+
+    def _place_of(self, source: int, index: int) -> int:
+        """Where block `index` of this source comes."""
+        period, before = divmod(index, int(self.quotas[source]))
+        places = np.flatnonzero(self._order_of(period) == source)
+        return period * self.PERIOD + int(places[before])
+
+    def _order_of(self, period: int) -> np.ndarray:
+        """The source of each block of the period."""
+        if period != self._period:
+            random = np.random.default_rng([self.seed, period, 1])  # not that of an epoch
+            of_each = np.repeat(np.arange(len(self.quotas)), self.quotas)
+            self._period, self._order = period, random.permutation(of_each)
+        return self._order
+
+
+Blocks = ShuffledBlocks | OrderedBlocks | MixedBlocks
+
+
+def stack(blocks: Blocks, indices: range) -> torch.Tensor:
     """The blocks of these indices as one int64 tensor, (len(indices), context + 1).
 
     In pinned memory where there is a GPU: copying from other memory makes the host wait for all
@@ -82,7 +133,12 @@ class ValidationBatches:
     """
 
     def __init__(
-        self, blocks: OrderedBlocks, batches: int, batch_size: int, rank: int, world_size: int
+        self,
+        blocks: OrderedBlocks | MixedBlocks,
+        batches: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
     ) -> None:
         self.blocks, self.rank, self.world_size = blocks, rank, world_size
         share = len(blocks) // world_size

@@ -1,15 +1,21 @@
 """The LightningDataModule: text in, batches of token ids out."""
 
-from pathlib import Path
-
 import lightning
 import tiktoken
 import torch
 
-from .batches import OrderedBlocks, ShuffledBlocks, TrainBatches, ValidationBatches, stack
-from .cache import TokenCache, default_cache_dir, prepare_tokens
+from .batches import (
+    MixedBlocks,
+    OrderedBlocks,
+    ShuffledBlocks,
+    TrainBatches,
+    ValidationBatches,
+    stack,
+)
+from .cache import TokenCache, prepare_tokens
 from .errors import DataError
-from .sources import DEFAULT_SOURCE, find_source
+from .folders import cache_folder
+from .sources import DEFAULT_SOURCE, SOURCES, LocalFiles, Part, find_parts
 from .tokenizer import load_tokenizer
 
 
@@ -27,9 +33,11 @@ class TextDataModule(lightning.LightningDataModule):
     number stays the same.
 
     Args:
-        source: the text: kjv, tinystories, wikitext-103, fineweb-edu, or the path of a .txt,
-            .jsonl, .json or .parquet file or of a folder of such files. Only kjv and paths work
-            without network.
+        source: the text: kjv, tinystories, wikitext-103, fineweb-edu; another data set of the
+            Hugging Face hub as owner/name or owner/name:config:split:column; the path of a .txt,
+            .jsonl or .json file (also .gz or .zst), a .parquet or .arrow file, or of a folder of
+            such files; or several with weights, as in kjv=0.7,my.txt=0.3, of which each fills
+            that share of the blocks. Only kjv and paths work without network the first time.
         tokenizer: gpt2, bytes (these two work without network), or another of tiktoken's names.
         context: tokens a model sees at once.
         batch_size: blocks a batch, on each rank.
@@ -39,6 +47,8 @@ class TextDataModule(lightning.LightningDataModule):
             or ~/.cache.
         text_column: the column that holds the text; by default "text".
         num_proc: processes that tokenise; by default one a core.
+        max_tokens: tokens of a split at most, of each source; documents are taken in order until
+            then and no more is read, or downloaded. By default all.
 
     Raises:
         DataError: on construction, for all wrong arguments at once (a line each); in
@@ -58,6 +68,7 @@ class TextDataModule(lightning.LightningDataModule):
         cache_dir: str | None = None,
         text_column: str | None = None,
         num_proc: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         super().__init__()
         problems = [
@@ -68,11 +79,13 @@ class TextDataModule(lightning.LightningDataModule):
                 ("val_batches", val_batches, 1),
                 ("seed", seed, 0),
                 ("num_proc", 1 if num_proc is None else num_proc, 1),
+                ("max_tokens", 2 if max_tokens is None else max_tokens, 2),
             )
             if value < least
         ]
         try:
-            self.source = find_source(source)
+            self.parts = find_parts(source)
+            problems += _shares_too_small(self.parts)
         except DataError as error:
             problems.append(str(error))
         try:
@@ -85,39 +98,71 @@ class TextDataModule(lightning.LightningDataModule):
         self.batch_size = batch_size
         self.val_batches = val_batches
         self.seed = seed
-        self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        self.cache_dir = cache_folder(cache_dir)
         self.text_column = text_column
         self.num_proc = num_proc
-        self.tokens: TokenCache | None = None
+        self.max_tokens = max_tokens
+        self.caches: list[TokenCache] = []
+
+    @property
+    def tokens(self) -> TokenCache:
+        """The tokens of the first source, once they are prepared."""
+        return self.caches[0]
 
     @property
     def vocab_size(self) -> int:
         """Ids of the tokenizer, the end of text included."""
         return self.tokenizer.n_vocab
 
+    @property
+    def is_own_files(self) -> bool:
+        """Whether all text is in local files other than ours: read soon, and wrong perhaps."""
+        return all(
+            isinstance(part.source, LocalFiles) and part.name not in SOURCES for part in self.parts
+        )
+
     def prepare_data(self) -> None:
         """Fetches and tokenises the text, unless its tokens are cached."""
-        if self.tokens is None:
-            self.tokens = prepare_tokens(
-                self.source, self.tokenizer, self.cache_dir, self.text_column, self.num_proc
-            )
+        if not self.caches:
+            self.caches = [
+                prepare_tokens(
+                    part.source,
+                    self.tokenizer,
+                    self.cache_dir,
+                    self.text_column,
+                    self.num_proc,
+                    self.max_tokens,
+                )
+                for part in self.parts
+            ]
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the token files; after `prepare_data` in another process this is quick."""
         self.prepare_data()
-        for split, tokens in (("train", self.tokens.train), ("validation", self.tokens.validation)):
-            if len(tokens) < self.context + 1:
+        train, validation = [], []
+        for part, cache in zip(self.parts, self.caches, strict=True):
+            whose = f" of {part.name}" if len(self.parts) > 1 else ""
+            for split, tokens in (("train", cache.train), ("validation", cache.validation)):
+                if len(tokens) < self.context + 1:
+                    raise DataError(
+                        f"The {split} split{whose} has {len(tokens)} tokens; a context of "
+                        f"{self.context} needs at least {self.context + 1}."
+                    )
+            train.append(ShuffledBlocks(cache.train, self.context, self.seed))
+            validation.append(OrderedBlocks(cache.validation, self.context))
+            if self.batch_size * part.share > (blocks := train[-1].per_epoch):
+                most = max(1, int(blocks / part.share))
                 raise DataError(
-                    f"The {split} split has {len(tokens)} tokens; a context of {self.context} "
-                    f"needs at least {self.context + 1}."
+                    f"batch_size is {self.batch_size}, but the train split{whose} has {blocks} "
+                    f"blocks of {self.context} tokens: set batch_size to at most {most}, or "
+                    f"context lower."
                 )
-        self._train_blocks = ShuffledBlocks(self.tokens.train, self.context, self.seed)
-        if self.batch_size > (blocks := self._train_blocks.per_epoch):
-            raise DataError(
-                f"batch_size is {self.batch_size}, but the train split has {blocks} blocks of "
-                f"{self.context} tokens: set batch_size to at most {blocks}, or context lower."
-            )
-        self._val_blocks = OrderedBlocks(self.tokens.validation, self.context)
+        if len(self.parts) == 1:
+            (self._train_blocks,), (self._val_blocks,) = train, validation
+        else:
+            shares = [part.share for part in self.parts]
+            self._train_blocks = MixedBlocks(train, shares, self.seed)
+            self._val_blocks = MixedBlocks(validation, shares, seed=0)  # the same for any order
 
     def train_batch(self, step: int, rank: int = 0, world_size: int = 1) -> torch.Tensor:
         """The training batch of micro-step `step` >= 0: int64, (batch_size, context + 1)."""
@@ -155,3 +200,13 @@ class TextDataModule(lightning.LightningDataModule):
         if self.trainer is None:
             return 0
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+
+def _shares_too_small(parts: list[Part]) -> list[str]:
+    quotas = MixedBlocks.quotas_of([part.share for part in parts])
+    return [
+        f"The share of {part.name} is {part.share:.3g}; it must be at least one block in "
+        f"{MixedBlocks.PERIOD}."
+        for part, quota in zip(parts, quotas, strict=True)
+        if quota == 0
+    ]

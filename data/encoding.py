@@ -12,33 +12,32 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import parent_process
 
-import datasets
 import numpy as np
 import tiktoken
 
 from .errors import DataError
 
+Texts = list[str | None]
 Encoded = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes documents, rows of one column of text, as plain text."""
+    """Encodes documents as plain text."""
 
-    documents: datasets.Dataset
     encoding: tiktoken.Encoding
     dtype: np.dtype
 
-    def __call__(self, rows: range) -> Encoded:
-        """The ids of these rows, concatenated, and how many each has; empty texts are left out.
+    def __call__(self, texts: Texts) -> Encoded:
+        """The ids of these texts, concatenated, and how many each has: none, if it is empty.
 
         An end-of-text token follows each text. Raises DataError for a text that cannot be encoded.
         """
-        (texts,) = self.documents[rows.start : rows.stop].values()
         end = self.dtype.type(self.encoding.eot_token)
-        ids = [np.append(self._encode(text).astype(self.dtype), end) for text in texts if text]
+        none = np.empty(0, self.dtype)
+        ids = [np.append(self._encode(t).astype(self.dtype), end) if t else none for t in texts]
         counts = np.array([len(row) for row in ids], dtype=np.int64)
-        return np.concatenate([np.empty(0, self.dtype), *ids]), counts
+        return np.concatenate([none, *ids]), counts
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -53,11 +52,11 @@ class Encoder:
 @contextmanager
 def in_processes(
     processes: int, encoder: Encoder
-) -> Iterator[Callable[[Iterable[range]], Iterator[Encoded]]]:
-    """A function that maps `encoder` over ranges of rows, in order, by that many processes.
+) -> Iterator[Callable[[Iterable[Texts]], Iterator[Encoded]]]:
+    """A function that maps `encoder` over lists of texts, in order, by that many processes.
 
     Processes of a terminal all get its Ctrl-C; the encoding ones ignore it and are ended by the
-    first one's KeyboardInterrupt, each after the range it is at. Raises DataError if one dies.
+    first one's KeyboardInterrupt, each after the list it is at. Raises DataError if one dies.
     """
     if processes == 1:
         yield partial(map, encoder)
@@ -76,13 +75,13 @@ def in_processes(
         ) from error
 
 
-def _map(pool: ProcessPoolExecutor, ahead: int, tasks: Iterable[range]) -> Iterator[Encoded]:
+def _map(pool: ProcessPoolExecutor, ahead: int, tasks: Iterable[Texts]) -> Iterator[Encoded]:
     """Like `pool.map`, but with no more than `ahead` tasks under way or waiting to be taken."""
     results = deque()
     for task in tasks:
         if len(results) == ahead:
             yield results.popleft().result()
-        results.append(pool.submit(_encode_rows, task))
+        results.append(pool.submit(_encode_texts, task))
     while results:
         yield results.popleft().result()
 
@@ -94,8 +93,8 @@ def _start_process(encoder: Encoder) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _encode_rows(rows: range) -> Encoded:
-    return _encoder(rows)
+def _encode_texts(texts: Texts) -> Encoded:
+    return _encoder(texts)
 
 
 def _end_with_parent() -> None:

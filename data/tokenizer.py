@@ -1,6 +1,7 @@
 """Tokenizers by name, all of them `tiktoken.Encoding`; `gpt2` and `bytes` need no network."""
 
 import hashlib
+import os
 from functools import cache
 
 import tiktoken
@@ -8,6 +9,7 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tiktoken_ext.openai_public import r50k_pat_str as GPT2_PATTERN
 
 from .errors import DataError
+from .folders import default_cache_dir
 from .packages import package_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,6 +40,9 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(dict.fromkeys([*OFFLINE_TOKENIZERS, *tiktoken.list_encoding_names()]))
         raise DataError(f"There is no tokenizer {name!r}; there are: {known}.")
+    if "DATA_GYM_CACHE_DIR" not in os.environ:
+        # tiktoken's own default is the folder for temporary files, which does not last.
+        os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(default_cache_dir() / "tiktoken"))
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:

@@ -9,7 +9,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
 
-from data import SOURCES, TextDataModule
+from data import TextDataModule
 from model.checks import norm_problems, on_gpu, sentence, trainer_problems, trial_problems
 from model.files import newest_run
 from model.gpt import config_problems
@@ -89,12 +89,18 @@ def _mistakes(parser: ArgumentParser, argv: list[str], config: Path) -> list[str
         elif word == "-c":
             option = "config"
         flags.setdefault(option, []).append(word)
-    pieces = _pieces(config)
-    whole = [] if pieces else ["--config", str(config)]
+    mistakes, whole = [], []
+    try:
+        content = yaml.safe_load(config.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content, whole = {}, ["--config", str(config)]  # the parser says why
+    if not isinstance(content, dict):
+        what = "is empty" if content is None else f"holds {content!r}, which are no settings"
+        mistakes.append(f"The config {config} {what}; configs/tiny.yaml is an example.")
+        content = {}
     flags = [f for option, f in flags.items() if option not in ("config", "help", "print_config")]
     attempts = [(parser.parse_args, words) for words in (whole, *flags)]
-    attempts += [(parser.parse_object, piece) for piece in pieces]
-    mistakes = []
+    attempts += [(parser.parse_object, piece) for piece in _pieces(content)]
     for attempt, words in attempts:
         try:
             attempt(words)
@@ -103,14 +109,10 @@ def _mistakes(parser: ArgumentParser, argv: list[str], config: Path) -> list[str
     return mistakes
 
 
-def _pieces(config: Path) -> list[dict]:
-    """The settings in a config, one in each dict; none where they cannot be read."""
-    try:
-        settings = yaml.safe_load(config.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return []
+def _pieces(settings: dict) -> list[dict]:
+    """The settings of a config, one in each dict."""
     pieces = []
-    for key, value in settings.items() if isinstance(settings, dict) else ():
+    for key, value in settings.items():
         if key in ("model", "data", "trainer") and isinstance(value, dict):
             pieces += [{key: {inner: one}} for inner, one in value.items()]
         else:
@@ -251,8 +253,8 @@ def checked_data(settings: Namespace) -> TextDataModule:
     problems += optimizer_problems(**settings.model)
     if not problems:
         problems += trial_problems(settings)
-    # To fetch and read a named source takes long and there is nothing wrong with it.
-    if data is not None and (not problems or settings.data.source not in SOURCES):
+    # To fetch and read another source takes long and there is nothing wrong with it.
+    if data is not None and (not problems or data.is_own_files):
         try:
             data.prepare_data()
             data.setup("fit")

@@ -299,6 +299,11 @@ BAD_INPUT = {
         ["no/such/file.txt", "'runes'"],
     ),
     "context and norm": (["--data.context", "100000", "--norm", "nosuch"], ["100001", "'nosuch'"]),
+    "mixture": (
+        ["--data.source", "kjv=half,no/such.txt=1,kjv"],
+        ["'kjv' is 'half'", "'no/such.txt'", "'kjv' has no weight"],
+    ),
+    "max_tokens": (["--data.max_tokens", "0"], ["max_tokens is 0"]),
     "several flags": (
         ["--model.n_layers", "3", "--trainer.max_step", "3", "--model.n_head", "two"],
         ["model.n_layers", "trainer.max_step ", "model.n_head"],
@@ -357,6 +362,9 @@ def test_bad_input_is_answered_in_sentences(run, tmp_path, capsys, flags, expect
         ("model: [\n", "config"),
         (None, "does not exist"),
         (b"\x80\xff", "config"),
+        ("", "faulty.yaml is empty"),
+        ("# nothing but this\n", "faulty.yaml is empty"),
+        ("- norm\n", "faulty.yaml holds ['norm'], which are no settings"),
     ],
 )
 def test_a_config_with_a_fault(tmp_path, capsys, text, expected):
@@ -365,6 +373,16 @@ def test_a_config_with_a_fault(tmp_path, capsys, text, expected):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert train.main(["--config", str(path)]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_mixture_with_a_limit_trains_and_resumes(run, config, tmp_path):
+    (tmp_path / "own.txt").write_text("A text of its own. " * 200)
+    source = yaml.safe_load(config.read_text())["data"]["source"]
+    flags = ["--data.source", f"{source}=1,{tmp_path / 'own.txt'}=2", "--data.max_tokens", "2000"]
+    assert run("--name", "whole", *flags) == 0
+    assert run("--name", "parts", *flags, *interrupt(5)) == 130
+    assert run("--name", "parts", *flags, "--ckpt_path", "last") == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_one_mistake_is_named_once(run, capsys):

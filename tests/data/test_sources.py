@@ -1,5 +1,6 @@
 """Sources: every kind of file and folder becomes the right documents, or a clear sentence."""
 
+import gzip
 import json
 
 import datasets
@@ -105,6 +106,155 @@ def test_a_single_files_name_does_not_make_it_a_split(tmp_path, documents):
     assert documents(file)["train"] == TEXTS[:38]
 
 
+@pytest.fixture
+def packed():
+    """Writes bytes to a file, compressed as its name says."""
+
+    def packed(path, content):
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(content))
+        else:
+            with pa.output_stream(path, compression="zstd") as file:
+                file.write(content)
+        return path
+
+    return packed
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_text_and_json_lines_may_be_compressed(tmp_path, documents, packed, packing):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    file = packed(tmp_path / f"rows.jsonl.{packing}", lines.encode())
+    assert documents(file) == {"train": TEXTS[:38], "validation": TEXTS[38:]}
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    packed(folder / f"one.txt.{packing}", "\u00e9\r\n".encode() * 10**5)
+    (folder / "two.txt").write_text("not compressed")
+    assert documents(folder) == {"train": ["\u00e9\n" * 10**5], "validation": ["not compressed"]}
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_parts_that_were_compressed_one_by_one_are_all_read(tmp_path, documents, packed, packing):
+    file = packed(tmp_path / f"a.jsonl.{packing}", b'{"text": "one"}\n')
+    second = packed(tmp_path / f"b.jsonl.{packing}", b'{"text": "two"}\n')
+    file.write_bytes(file.read_bytes() + second.read_bytes())
+    assert documents(file) == {"train": ["one"], "validation": ["two"]}
+
+
+@pytest.mark.parametrize("packing", ["gz", "zst"])
+def test_a_compressed_file_that_breaks_off_is_named(tmp_path, prepare, packed, packing):
+    file = packed(tmp_path / f"a.txt.{packing}", bytes(i % 97 + 32 for i in range(10**5)))
+    file.write_bytes(file.read_bytes()[:-12])
+    with pytest.raises(DataError, match=rf"Cannot read .*a\.txt\.{packing} as text: Truncated"):
+        prepare(file)
+
+
+def test_what_is_wrong_in_a_compressed_file_is_said_of_that_file(tmp_path, prepare, packed):
+    with pytest.raises(DataError, match=r"a\.txt\.gz is not UTF-8: .* at byte offset 3\."):
+        prepare(packed(tmp_path / "a.txt.gz", b"abc\xff"))
+    with pytest.raises(DataError, match=r"Empty: .*b\.txt\.zst"):
+        prepare(packed(tmp_path / "b.txt.zst", b""))
+
+
+def test_arrow_files_and_folders_of_saved_data_sets_are_read(tmp_path, documents):
+    rows = {split: datasets.Dataset.from_dict({"text": TEXTS}) for split in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / "train" / "cache-0123456789abcdef.arrow").write_bytes(b"made by map")
+    assert documents(tmp_path / "saved") == {"train": TEXTS, "validation": TEXTS}
+    (file,) = (tmp_path / "saved" / "train").glob("data-*.arrow")
+    assert documents(file) == {"train": TEXTS[:38], "validation": TEXTS[38:]}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A folder like a data set of the hub, of two configs; the second has two splits."""
+    folder = tmp_path / "hub"
+    write_parquet(folder / "one" / "train.parquet", {"text": ["wrong"]})
+    write_parquet(folder / "two" / "most.parquet", {"id": [*range(30)], "story": TEXTS[:30]})
+    write_parquet(folder / "two" / "few.parquet", {"id": [*range(10)], "story": TEXTS[30:]})
+    splits = [{"split": "most", "path": "two/most.parquet"}]
+    splits += [{"split": "test", "path": "two/few.parquet"}]
+    configs = [
+        {"config_name": "one", "data_files": "one/*.parquet"},
+        {"config_name": "two", "data_files": splits},
+    ]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    return folder
+
+
+def test_config_split_and_column_can_be_named(hub, documents):
+    expected = {"train": TEXTS[:30], "validation": TEXTS[30:]}
+    assert documents(f"{hub}:two:most:story") == expected
+    assert documents(f"{hub}:two:most", text_column="story") == expected
+    assert documents(f"{hub}:two:test:story") == {"train": TEXTS[30:39], "validation": TEXTS[39:]}
+    assert documents(f"{hub}:two:most:story", max_tokens=10**6) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (":three", r"Cannot load the folder .*hub:three as a data set: .*'three' not found.*one"),
+        (":two:train", r"hub:two:train has no split called train, only most, test\."),
+        (":two:most:tale", r"has no column 'tale'. Its columns are: id, story;"),
+    ],
+)
+@pytest.mark.parametrize("max_tokens", [None, 100])
+def test_a_config_split_or_column_that_is_not_there(hub, prepare, name, message, max_tokens):
+    with pytest.raises(DataError, match=message):
+        prepare(f"{hub}{name}", max_tokens=max_tokens)
+
+
+def test_a_name_with_an_owner_that_is_no_path_is_asked_of_the_hub(prepare):
+    with pytest.raises(
+        DataError, match=r"Cannot load some/where:de from .* hub: .*some/where is n"
+    ):
+        prepare("some/where:de")
+
+
+@pytest.mark.parametrize("name", ["texts/my.txt", "./texts/my", "../my", "a/b/c", "a/b:1:2:3:4"])
+def test_a_path_that_does_not_exist_is_not_asked_of_the_hub(prepare, name):
+    with pytest.raises(DataError, match=rf"There is no source '{name}'"):
+        prepare(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/my.txt"])
+def test_a_name_that_cannot_be_a_path_is_no_source(prepare, name):
+    with pytest.raises(DataError, match="There is no source"):
+        prepare(name)
+
+
+def test_zstd_on_the_hub_needs_a_package_that_is_named(tmp_path, prepare, packed, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    packed(tmp_path / "hub" / "train.jsonl.zst", b'{"text": "a"}\n')
+
+    def without_package(*args, **options):
+        raise ValueError("Compression type zstd not supported")
+
+    monkeypatch.setattr(datasets, "load_dataset", without_package)
+    with pytest.raises(DataError, match="pip install zstandard"):
+        prepare(f"{tmp_path / 'hub'}:default")
+
+
+def test_what_was_prepared_from_the_hub_needs_it_no_more(prepare, monkeypatch):
+    def of_the_hub(path, config, streaming):
+        assert (path, config) == ("some/where", "de")
+        return datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS}))
+
+    monkeypatch.setattr(datasets, "load_dataset", of_the_hub)
+    first = prepare("some/where:de").tokens
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    monkeypatch.setattr(datasets, "load_dataset_builder", None)
+    assert prepare("some/where:de").tokens.path == first.path
+    with pytest.raises(DataError, match="some/where:fr"):
+        prepare("some/where:fr")
+
+
+def test_rows_that_a_named_source_groups_are_not_taken_for_the_files_own(prepare):
+    by_path = prepare(SOURCES["kjv"]().path).tokens
+    assert by_path.documents["train"] > 20_000  # verses
+    assert prepare("kjv").tokens.documents == {"train": 1130, "validation": 59}
+
+
 def test_a_hub_data_set_is_loaded_with_its_own_validation_split(tmp_path, documents, monkeypatch):
     write_parquet(tmp_path / "hub" / "data" / "train-0-of-1.parquet", {"text": TEXTS[:30]})
     write_parquet(tmp_path / "hub" / "data" / "validation-0-of-1.parquet", {"text": TEXTS[30:]})
@@ -135,6 +285,8 @@ def test_wikitext_lines_are_joined_into_articles(tmp_path, documents, monkeypatc
         " = Two <unk> = \n More . \n",
     ]
     assert documents("local-wiki") == {"train": articles, "validation": articles}
+    streamed = documents("local-wiki", max_tokens=10**6)
+    assert streamed == {"train": articles, "validation": articles}
 
 
 @pytest.mark.parametrize("name", ["tinystories", "wikitext-103", "fineweb-edu"])

@@ -176,6 +176,100 @@ def test_the_default_folder_follows_the_users_setting(file):
     assert str(module.tokens.path.parent) == parent
 
 
+def lines(tmp_path, count):
+    """A folder of the hub's form; no file holds the documents from number `count` on."""
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    texts = [f"{i:04d} <|endoftext|>" for i in range(count)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "train-0.jsonl").write_text(rows)
+    return folder, [[*text.encode(), 256] for text in texts]
+
+
+def flat(documents):
+    return [token for document in documents for token in document]
+
+
+@pytest.mark.parametrize(("max_tokens", "read"), [(19 * 19 + 1, 21), (5000, 277)])
+def test_documents_are_taken_up_to_max_tokens_and_every_20th_is_held_out(
+    tmp_path, prepare, max_tokens, read
+):
+    folder, documents = lines(tmp_path, 1000)
+    tokens = prepare(folder, max_tokens=max_tokens).tokens
+    kept = [document for i, document in enumerate(documents, 1) if i % 20]
+    assert tokens.train.tolist() == flat(kept)[:max_tokens]
+    assert tokens.validation.tolist() == flat(documents[19:read:20])
+    assert tokens.documents == {"train": read - read // 20, "validation": read // 20}
+
+
+def test_of_fewer_than_20_documents_up_to_max_tokens_the_last_is_held_out(tmp_path, prepare):
+    folder, documents = lines(tmp_path, 1000)
+    tokens = prepare(folder, max_tokens=19 * 18 + 7).tokens
+    assert tokens.train.tolist() == flat(documents[:18])
+    assert tokens.validation.tolist() == documents[18][:7]
+
+
+def test_more_tokens_never_move_a_document_to_the_other_split(tmp_path, prepare):
+    folder, _ = lines(tmp_path, 1000)
+    some, more = (prepare(folder, max_tokens=count).tokens for count in (1000, 3000))
+    for split in ("train", "validation"):
+        few, many = getattr(some, split).tolist(), getattr(more, split).tolist()
+        assert many[: len(few)] == few
+
+
+def test_what_is_held_out_of_a_stream_does_not_depend_on_processes(
+    tmp_path, prepare, two_processes, monkeypatch
+):
+    folder, _ = lines(tmp_path, 1000)
+    serial = prepare(folder, max_tokens=7000, num_proc=1).tokens
+    monkeypatch.setattr("data.cache._DOCUMENTS_PER_TASK", 7)
+    together = fork.Semaphore(0)
+    two_processes(together.release)
+    module = TextDataModule(
+        str(folder),
+        "bytes",
+        context=4,
+        num_proc=2,
+        max_tokens=7000,
+        cache_dir=str(tmp_path / "other"),
+    )
+    module.prepare_data()
+    assert together.acquire(block=False)
+    assert module.tokens.train.tolist() == serial.train.tolist()
+    assert module.tokens.validation.tolist() == serial.validation.tolist()
+
+
+def test_a_stream_is_read_no_further_than_needed(tmp_path, prepare):
+    folder, _ = lines(tmp_path, 300)
+    (folder / "train-1.jsonl").write_text('{"text": ')
+    assert len(prepare(folder, max_tokens=5000).tokens.train) == 5000
+    with pytest.raises(DataError, match=r"Cannot read .*lines as json"):
+        prepare(folder, max_tokens=50_000)
+
+
+def test_a_source_with_less_than_max_tokens_is_read_to_its_end(tmp_path, prepare):
+    folder, documents = lines(tmp_path, 50)
+    tokens = prepare(folder, max_tokens=10**9).tokens
+    held_out = [documents[19], documents[39]]
+    assert tokens.validation.tolist() == flat(held_out)
+    assert tokens.train.tolist() == flat(d for d in documents if d not in held_out)
+
+
+def test_a_validation_split_of_its_own_is_cut_to_max_tokens_too(tmp_path, prepare):
+    folder, documents = lines(tmp_path, 50)
+    (folder / "validation.jsonl").write_text((folder / "train-0.jsonl").read_text())
+    tokens = prepare(folder, max_tokens=500).tokens
+    assert tokens.train.tolist() == tokens.validation.tolist() == flat(documents)[:500]
+
+
+def test_one_document_is_cut_to_max_tokens_before_its_end_is_held_out(tmp_path, prepare):
+    (tmp_path / "a.txt").write_text("0123456789" * 100)
+    tokens = prepare(tmp_path / "a.txt", max_tokens=200).tokens
+    assert bytes([*tokens.train.tolist(), *tokens.validation.tolist()]) == b"0123456789" * 20
+    assert len(tokens.validation) == 10
+    assert tokens.documents == {"train": 1, "validation": 1}
+
+
 def truncate(folder):
     os.truncate(folder / "validation.bin", os.path.getsize(folder / "validation.bin") - 2)
 
@@ -192,7 +286,13 @@ def drop_tokens(folder):
     (folder / "train.bin").unlink()
 
 
-@pytest.mark.parametrize("damage", [truncate, drop_meta, garble_meta, drop_tokens])
+def drop_documents(folder):
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["documents"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("damage", [truncate, drop_meta, garble_meta, drop_tokens, drop_documents])
 def test_a_damaged_cache_is_built_again(file, prepare, damage):
     damage(prepare(file).tokens.path)
     tokens = prepare(file).tokens

@@ -1,5 +1,7 @@
 """Tokenizers: GPT-2's published ids, exact round trips, plain-text specials, and bad names."""
 
+import os
+
 import pytest
 import regex
 import tiktoken
@@ -73,3 +75,19 @@ def test_vocabulary_that_was_tampered_with_is_refused(tmp_path, monkeypatch):
     load_tokenizer.cache_clear()
     with pytest.raises(DataError, match="not GPT-2's published vocabulary"):
         load_tokenizer("gpt2")
+
+
+def test_a_vocabulary_that_is_fetched_is_kept_where_it_lasts(monkeypatch, tmp_path):
+    def fetch(name):
+        seen.append(os.environ["TIKTOKEN_CACHE_DIR"])
+        return gpt2
+
+    seen, gpt2 = [], load_tokenizer("gpt2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # restored afterwards
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
+    monkeypatch.setattr(tiktoken, "get_encoding", fetch)
+    load_tokenizer.cache_clear()
+    load_tokenizer("o200k_base")
+    load_tokenizer.cache_clear()
+    assert seen == [str(tmp_path / "triton-rmsnorm-gpt" / "tiktoken")]
