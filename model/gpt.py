@@ -251,13 +251,15 @@ class MLP(nn.Module):
 
 
 def rotary_tables(context: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, float32 (context, 1, head_dim / 2) each.
+    """Cosine and signed sine of every position's angles, float32 (context, 1, head_dim) each.
 
-    Feature pair i turns by base^(-2i / head_dim) radians a position (Su et al. 2021, RoFormer).
+    Feature pair (i, i + head_dim / 2) turns by base^(-2i / head_dim) radians a position
+    (Su et al. 2021, RoFormer). The sine is negative for the first feature of a pair.
     """
     frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(context, dtype=torch.float64), frequency)[:, None]
-    return angle.cos().float(), angle.sin().float()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1).float(), torch.cat([-sin, sin], dim=-1).float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -266,6 +268,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The angles are exact; their cosines are rounded to the dtype of x, which has been rounded
     likewise, so that a 16-bit x is not carried through memory as float32.
     """
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+    swapped = torch.cat([x2, x1], dim=-1)
+    return torch.addcmul(x * cos.to(x.dtype), swapped, sin.to(x.dtype))
