@@ -162,6 +162,7 @@ def summarise(
         "precision": settings.trainer.precision,
         "stream_dtype": settings.model.stream_dtype,
         "compile": settings.model.compile,
+        "norm_recompute": settings.model.norm_recompute,
         "interrupted": stopper.signal is not None,
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
         **figures(

@@ -26,6 +26,8 @@ class LitGPT(LightningModule):
         norm_eps: Epsilon inside the norm's square root.
         qk_norm: Whether queries and keys are normalised per head, by the same norm.
         stream_dtype: Dtype of the residual stream, float32 or (for a bf16 precision) bfloat16.
+        norm_recompute: Whether the backward pass makes the norms' outputs again, which saves memory
+            and costs a little time; not for a compiled model.
         lr: Learning rate after the warm-up, at its highest.
         min_lr_ratio: Learning rate of the last step as a fraction of lr.
         warmup_steps: Steps over which the learning rate rises linearly from zero to lr.
@@ -50,6 +52,7 @@ class LitGPT(LightningModule):
         norm_eps: float = 1e-6,
         qk_norm: bool = False,
         stream_dtype: str = "float32",
+        norm_recompute: bool = False,
         lr: float = 1e-3,
         min_lr_ratio: float = 0.1,
         warmup_steps: int = 100,
@@ -60,7 +63,7 @@ class LitGPT(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        if problems := optimizer_problems(**self.hparams):
+        if problems := training_problems(**self.hparams):
             raise ValueError("\n".join(problems))
         self.gpt = GPT(
             GPTConfig(
@@ -73,6 +76,7 @@ class LitGPT(LightningModule):
                 norm_eps=norm_eps,
                 qk_norm=qk_norm,
                 stream_dtype=stream_dtype,
+                norm_recompute=norm_recompute,
             )
         )
         if compile:
@@ -138,8 +142,17 @@ class LitGPT(LightningModule):
         self.grad_norm = clip_gradients(self.gpt.parameters(), self.hparams.grad_clip)
 
 
-def optimizer_problems(
-    *, lr, min_lr_ratio, warmup_steps, weight_decay, betas, grad_clip, **_
+def training_problems(
+    *,
+    lr,
+    min_lr_ratio,
+    warmup_steps,
+    weight_decay,
+    betas,
+    grad_clip,
+    compile,
+    norm_recompute,
+    **_,
 ) -> list[str]:
     """One sentence for everything that is wrong with these values of LitGPT."""
     rules = [
@@ -150,7 +163,15 @@ def optimizer_problems(
         ("betas", betas, all(0 <= beta < 1 for beta in betas), "each at least 0 and below 1"),
         ("grad_clip", grad_clip, grad_clip >= 0, "at least 0"),
     ]
-    return [f"{name} is {value}; it has to be {rule}." for name, value, ok, rule in rules if not ok]
+    problems = [
+        f"{name} is {value}; it has to be {rule}." for name, value, ok, rule in rules if not ok
+    ]
+    if compile and norm_recompute:
+        problems.append(
+            "norm_recompute is for a model that is not compiled: with compile, the compiler "
+            "chooses what is kept and what is made again. Turn one of them off."
+        )
+    return problems
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

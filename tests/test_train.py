@@ -277,6 +277,10 @@ BAD_INPUT = {
         ["--model.lr", "-1", "--model.betas", "[0.9, 1.0]"],
         ["lr is -1", "betas is (0.9, 1.0)"],
     ),
+    "recomputing what is compiled": (
+        ["--model.compile", "true", "--model.norm_recompute", "true"],
+        ["norm_recompute is for a model that is not compiled"],
+    ),
     "name": (["--name", "a/b"], ["'a/b'"]),
     "name above": (["--name", ".."], ["'..'"]),
     "size": (["--model.n_layer", "0"], ["n_layer is 0"]),
