@@ -80,7 +80,7 @@ class LitGPT(LightningModule):
             )
         )
         if compile:
-            self.gpt.compile()  # in place: the checkpoint's names stay as they are
+            self.gpt.compile(fullgraph=True)  # in place: the checkpoint's names stay as they are
         self.val_loss = MeanMetric()
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
 

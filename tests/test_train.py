@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lightning import Callback
 import train
 from data import TextDataModule
 from kernels import Norm
+from model import GPT
 from model.loggers import MetricsFile, read_metrics
 
 ROOT = Path(train.__file__).parent
@@ -155,6 +157,22 @@ def test_accumulation_reports_the_losses_of_the_larger_batch(run, tmp_path):
     assert run("--name", "parts", *settings, "2", "--trainer.accumulate_grad_batches", "2") == 0
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert parts == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
+
+
+def test_checkpoints_go_from_a_compiled_model_to_an_eager_one_and_back_twice(
+    run, tmp_path, monkeypatch
+):
+    """With plain names. Dynamo's graphs are run as they are, with the same bits as the model."""
+    monkeypatch.setattr(GPT, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    settings = ["--trainer.limit_val_batches", "0", "--model.compile"]
+    assert run("--name", "whole", *settings, "false") == 0
+    for step in (2, 4, 6, 8, 12):
+        resume = ["--ckpt_path", "last"] if step > 2 else []
+        compiled = "true" if step in (2, 6, 12) else "false"
+        run("--name", "parts", *settings, compiled, *resume, *interrupt(step))
+        names = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)["state_dict"]
+        assert not any("_orig_mod" in name for name in names)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
 def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path):
