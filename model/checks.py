@@ -1,11 +1,13 @@
 """What can be wrong with the norm and the trainer's options: one sentence a problem."""
 
+import copy
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import NORMS, RMSNorm, load_norm
@@ -68,10 +70,13 @@ def trial_problems(settings: Namespace) -> list[str]:
 def trainer_problems(settings: Namespace) -> list[str]:
     """What is wrong with settings.trainer, alone and together with settings.model."""
     trainer, problems = settings.trainer, []
+    strategy = copy.copy(trainer.strategy)  # a Trainer leaves its mark on it
     try:
-        Trainer(**{**trainer, **PLAIN})
+        strategy = Trainer(**{**trainer, **PLAIN, "strategy": strategy}).strategy
     except Exception as error:  # such as an ImportError of what an accelerator needs
         problems.append(sentence(error))
+    else:
+        problems += _strategy_problems(strategy)
     problems += _monitor_problems(trainer.callbacks)
     if trainer.default_root_dir is None:
         problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
@@ -114,6 +119,29 @@ def trainer_problems(settings: Namespace) -> list[str]:
             f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
         )
     return problems
+
+
+def _strategy_problems(strategy: Strategy) -> list[str]:
+    if isinstance(strategy, FSDPStrategy):
+        return [
+            "trainer.strategy fsdp is PyTorch's first FSDP, whose flat shards hide which parameter "
+            "is a matrix: use ModelParallelStrategy, which is FSDP2, or ddp."
+        ]
+    if not isinstance(strategy, ModelParallelStrategy):
+        return []
+    devices = strategy.num_processes * strategy.num_nodes
+    wanted = {
+        "data_parallel_size": devices,
+        "tensor_parallel_size": 1,
+        "save_distributed_checkpoint": False,
+    }
+    if all(getattr(strategy, f"_{name}") == value for name, value in wanted.items()):
+        return []
+    flags = " ".join(f"--trainer.strategy.{name} {value}" for name, value in wanted.items())
+    return [
+        "trainer.strategy ModelParallelStrategy shards over all devices here, and saves checkpoints "
+        f"that any strategy can go on from: set {flags.lower()}."
+    ]
 
 
 def _monitor_problems(callbacks: Any) -> list[str]:

@@ -159,6 +159,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # or it would be compiled again for each length
     def generate(
         self,
         tokens: Tensor,
@@ -184,8 +185,7 @@ class GPT(nn.Module):
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k is {top_k}; it has to be at least 1")
         for _ in range(n_new):
-            # forward() and not __call__: a compiled model would compile again for each length.
-            logits = self.forward(tokens[:, -self.config.context :])[:, -1]
+            logits = self(tokens[:, -self.config.context :])[:, -1]
             logits = logits[:, : self.config.vocab_size].float() / temperature
             if top_k is not None and top_k < logits.shape[-1]:
                 kth = logits.topk(top_k).values[:, -1:]

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
@@ -84,6 +87,19 @@ class LitGPT(LightningModule):
         self.val_loss = MeanMetric()
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
 
+    def configure_model(self) -> None:
+        """Shard the parameters over the devices if the strategy has them do so (FSDP2)."""
+        if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
+            return
+        if self.hparams.compile:
+            # Shards are gathered by hooks around each block, where the graph of the whole model
+            # would break. The blocks are compiled instead, without the hooks.
+            self.gpt._compiled_call_impl = None
+            for block in self.gpt.blocks:
+                block.forward = torch.compile(block.forward, fullgraph=True)
+        for module in (*self.gpt.blocks, self.gpt):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy in nats of a batch, int64 (B, context + 1)."""
         return self.gpt(batch[:, :-1], batch[:, 1:])
@@ -127,6 +143,26 @@ class LitGPT(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Key the optimizer's state by the names of the parameters.
+
+        A number, which PyTorch gives them in the order of the optimizer's groups, is taken for the
+        place in the model when Lightning loads it into sharded parameters.
+        """
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        states = checkpoint.get("optimizer_states", [])
+        for optimizer, saved in zip(self.trainer.optimizers, states, strict=True):
+            if not saved:  # rank 0 alone gets the state of sharded parameters
+                continue
+            new = {}
+            for group, saved_group in zip(
+                optimizer.param_groups, saved["param_groups"], strict=True
+            ):
+                ours = [names[parameter] for parameter in group["params"]]
+                new.update(zip(saved_group["params"], ours, strict=True))
+                saved_group["params"] = ours
+            saved["state"] = {new[key]: state for key, state in saved["state"].items()}
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip the gradient.
@@ -177,9 +213,11 @@ def training_problems(
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients down in place to a total L2 norm of at most `max_norm`, if above 0.
 
-    Returns the norm before clipping, a scalar that stays on its device: nothing waits for it.
+    Returns the norm before clipping, a scalar that stays on its device: nothing waits for it. Of
+    gradients that are sharded over several devices it is the norm of the whole.
     """
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def lr_factor(step: int, warmup_steps: int, max_steps: int, min_ratio: float) -> float:
