@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import NORMS, RMSNorm, load_norm
+from model.lit import CUDA_GRAPHS
 
 MONITORED = ("val_loss", "val_perplexity")
 # For a Trainer that is built only to hear what is wrong with its other options.
@@ -76,7 +77,7 @@ def trainer_problems(settings: Namespace) -> list[str]:
     except Exception as error:  # such as an ImportError of what an accelerator needs
         problems.append(sentence(error))
     else:
-        problems += _strategy_problems(strategy)
+        problems += _strategy_problems(strategy, settings.model.compile)
     problems += _monitor_problems(trainer.callbacks)
     if trainer.default_root_dir is None:
         problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
@@ -113,6 +114,11 @@ def trainer_problems(settings: Namespace) -> list[str]:
             "trainer.gradient_clip_val does not work with the fused optimizer: "
             "use model.grad_clip, which is 1.0 by default."
         )
+    if settings.model.compile in CUDA_GRAPHS and not on_gpu(trainer.accelerator):
+        problems.append(
+            f"model.compile is {settings.model.compile}, which records CUDA graphs and so needs a "
+            "GPU: set --model.compile true."
+        )
     if settings.model.stream_dtype == "bfloat16" and "bf16" not in str(trainer.precision):
         problems.append(
             f"model.stream_dtype is bfloat16 and trainer.precision {trainer.precision}: set "
@@ -121,7 +127,7 @@ def trainer_problems(settings: Namespace) -> list[str]:
     return problems
 
 
-def _strategy_problems(strategy: Strategy) -> list[str]:
+def _strategy_problems(strategy: Strategy, compile: bool | str) -> list[str]:
     if isinstance(strategy, FSDPStrategy):
         return [
             "trainer.strategy fsdp is PyTorch's first FSDP, whose flat shards hide which parameter "
@@ -129,19 +135,24 @@ def _strategy_problems(strategy: Strategy) -> list[str]:
         ]
     if not isinstance(strategy, ModelParallelStrategy):
         return []
-    devices = strategy.num_processes * strategy.num_nodes
+    problems = []
     wanted = {
-        "data_parallel_size": devices,
+        "data_parallel_size": strategy.num_processes * strategy.num_nodes,
         "tensor_parallel_size": 1,
         "save_distributed_checkpoint": False,
     }
-    if all(getattr(strategy, f"_{name}") == value for name, value in wanted.items()):
-        return []
-    flags = " ".join(f"--trainer.strategy.{name} {value}" for name, value in wanted.items())
-    return [
-        "trainer.strategy ModelParallelStrategy shards over all devices here, and saves checkpoints "
-        f"that any strategy can go on from: set {flags.lower()}."
-    ]
+    if any(getattr(strategy, f"_{name}") != value for name, value in wanted.items()):
+        flags = " ".join(f"--trainer.strategy.{name} {value}" for name, value in wanted.items())
+        problems.append(
+            "trainer.strategy ModelParallelStrategy has to shard over all devices and to save "
+            f"checkpoints from which one device can go on as well: set {flags.lower()}."
+        )
+    if compile in CUDA_GRAPHS:
+        problems.append(
+            f"model.compile is {compile}, whose CUDA graphs need parameters that stay where they "
+            "are, which ModelParallelStrategy gathers anew: set --model.compile true."
+        )
+    return problems
 
 
 def _monitor_problems(callbacks: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from lightning import LightningModule
@@ -14,6 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from model.gpt import GPT, GPTConfig
+
+CompileMode = Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+COMPILE = (False, True, *get_args(CompileMode))
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class LitGPT(LightningModule):
@@ -37,7 +41,9 @@ class LitGPT(LightningModule):
         weight_decay: AdamW's weight decay, applied to matrices and not to norm weights.
         betas: AdamW's decay rates of the first and the second moment.
         grad_clip: Largest norm of the whole gradient, longer ones are scaled down; 0 turns it off.
-        compile: Whether the whole model runs through torch.compile.
+        compile: Whether the whole model runs through torch.compile: true, or the name of one of its
+            modes. reduce-overhead and max-autotune record CUDA graphs, for small batches whose
+            steps the host cannot launch fast enough.
 
     Raises:
         ValueError: naming everything that is wrong with the model's shape, one sentence a line,
@@ -62,7 +68,7 @@ class LitGPT(LightningModule):
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         grad_clip: float = 1.0,
-        compile: bool = False,
+        compile: bool | CompileMode = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -82,10 +88,21 @@ class LitGPT(LightningModule):
                 norm_recompute=norm_recompute,
             )
         )
-        if compile:
-            self.gpt.compile(fullgraph=True)  # in place: the checkpoint's names stay as they are
+        if compile:  # in place: the checkpoint's names stay as they are
+            self.gpt.compile(**self.compile_options)
         self.val_loss = MeanMetric()
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Arguments of torch.compile."""
+        mode = None if self.hparams.compile is True else self.hparams.compile
+        return {"fullgraph": True, "mode": mode}
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether passes through the model are recorded as CUDA graphs, if it is on a GPU."""
+        return self.hparams.compile in CUDA_GRAPHS
 
     def configure_model(self) -> None:
         """Shard the parameters over the devices if the strategy has them do so (FSDP2)."""
@@ -96,13 +113,16 @@ class LitGPT(LightningModule):
             # would break. The blocks are compiled instead, without the hooks.
             self.gpt._compiled_call_impl = None
             for block in self.gpt.blocks:
-                block.forward = torch.compile(block.forward, fullgraph=True)
+                block.forward = torch.compile(block.forward, **self.compile_options)
         for module in (*self.gpt.blocks, self.gpt):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy in nats of a batch, int64 (B, context + 1)."""
-        return self.gpt(batch[:, :-1], batch[:, 1:])
+        if not self.cuda_graphs:
+            return self.gpt(batch[:, :-1], batch[:, 1:])
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.gpt(batch[:, :-1], batch[:, 1:]).clone()  # the next call writes to its memory
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -143,6 +163,19 @@ class LitGPT(LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zero the gradients, or drop them where one backward pass makes those of a whole step.
+
+        A gradient that was not there before is memory of a CUDA graph, to which the next one's
+        backward writes (PyTorch issue 169545). To one that was there it is added.
+        """
+        accumulates = self.cuda_graphs and self.trainer.accumulate_grad_batches > 1
+        if accumulates:
+            for parameter in self.gpt.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        optimizer.zero_grad(set_to_none=not accumulates)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Key the optimizer's state by the names of the parameters.
@@ -198,6 +231,7 @@ def training_problems(
         ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
         ("betas", betas, all(0 <= beta < 1 for beta in betas), "each at least 0 and below 1"),
         ("grad_clip", grad_clip, grad_clip >= 0, "at least 0"),
+        ("compile", compile, compile in COMPILE, "one of " + ", ".join(map(str, COMPILE))),
     ]
     problems = [
         f"{name} is {value}; it has to be {rule}." for name, value, ok, rule in rules if not ok

@@ -1,4 +1,6 @@
-"""train.py on two devices, which are two CPU processes here: the same run, whatever their number."""
+"""train.py on two devices, here two CPU processes: the same run, whatever their number."""
+
+# ruff: noqa: F811 - the fixtures of test_train are arguments here
 
 import json
 import math
@@ -11,7 +13,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from tests.test_train import ROOT, config, interrupt, losses, run  # noqa: F401 - two are fixtures
+from tests.test_train import ROOT, config, interrupt, losses, run  # noqa: F401
 
 DDP = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
 FSDP2 = [
@@ -22,16 +24,18 @@ FSDP2 = [
     "--trainer.strategy.save_distributed_checkpoint=false",
 ]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-# What the processes sum is the same, in another order: some 10 sums of up to 64 float32 terms depend
-# on each other in a step, each off by a random walk of 8 roundings, and 12 steps add theirs up. The
-# losses are about 6.
+# What the processes sum is the same, in another order: some 10 sums of up to 64 float32 terms
+# depend on each other in a step, each off by a random walk of 8 roundings, and 12 steps add theirs
+# up. The losses are about 6.
 TOLERANCE = {"rel": 0, "abs": 6 * 12 * 10 * math.sqrt(64) * torch.finfo(torch.float32).eps}
 WHOLE = ["--data.batch_size", "4", "--model.grad_clip", "0.5", "--name", "whole"]
 HALF = ["--data.batch_size", "2", "--model.grad_clip", "0.5"]  # of the batch, for each device
 
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+
 
 @pytest.fixture
-def processes(config, tmp_path):  # noqa: F811
+def processes(config, tmp_path):
     """Runs train.py with that config in processes of its own; returns how that ended."""
 
     def call(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -39,7 +43,7 @@ def processes(config, tmp_path):  # noqa: F811
         return subprocess.run(
             [sys.executable, *launcher, "train.py", "--config", str(config), *root, *flags],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
             timeout=300,
@@ -48,9 +52,9 @@ def processes(config, tmp_path):  # noqa: F811
     return call
 
 
-def test_two_processes_train_as_one_and_the_first_alone_writes(run, processes, tmp_path):  # noqa: F811
+def test_two_processes_train_as_one_and_the_first_alone_writes(run, processes, tmp_path):
     assert run(*WHOLE) == 0
-    done = processes(*HALF, *DDP, "--name", "two", "--norm", "triton")
+    done = processes(*HALF, *DDP, "--name", "two")
     assert done.returncode == 0, done.stderr
     whole, two = tmp_path / "whole", tmp_path / "two"
     for key in ("loss", "val_loss", "grad_norm"):
@@ -62,12 +66,12 @@ def test_two_processes_train_as_one_and_the_first_alone_writes(run, processes, t
     assert summary["tokens_per_step"] == 4 * 16
 
 
-def test_a_run_goes_from_one_device_to_two_that_share_it_and_back(run, processes, tmp_path):  # noqa: F811
+def test_a_run_goes_from_one_device_to_two_that_share_it_and_back(run, processes, tmp_path):
     """FSDP2 under torchrun: weights, optimizer and data go on where they were."""
     assert run(*WHOLE) == 0
     assert run(*WHOLE[:-1], "parts", *interrupt(4)) == 130
     resume = ["--name", "parts", "--ckpt_path", "last"]
-    done = processes(*HALF, *FSDP2, *resume, *interrupt(8), launcher=TORCHRUN)
+    done = processes(*HALF, *FSDP2, "--norm", "triton", *resume, *interrupt(8), launcher=TORCHRUN)
     assert "Written to" in done.stdout, done.stderr
     checkpoint = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 8
@@ -98,11 +102,16 @@ def test_a_rank_that_fails_ends_all_with_its_message(processes, rank):
     assert f"RuntimeError: rank {rank} is at its end" in done.stderr
 
 
+def test_graphs_and_shards(run, capsys):
+    assert run(*FSDP2, "--model.compile", "reduce-overhead") == 2
+    assert "which ModelParallelStrategy gathers anew" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "flags",
     [FSDP2[:-1], [*FSDP2[:2], FSDP2[2], "--trainer.strategy.tensor_parallel_size=2", FSDP2[4]]],
 )
-def test_shards_over_all_devices_and_whole_checkpoints_only(run, capsys, flags):  # noqa: F811
+def test_shards_over_all_devices_and_whole_checkpoints_only(run, capsys, flags):
     assert run(*flags) == 2
     shown = capsys.readouterr().err
     assert "--trainer.strategy.data_parallel_size 2" in shown

@@ -299,6 +299,8 @@ BAD_INPUT = {
         ["--model.compile", "true", "--model.norm_recompute", "true"],
         ["norm_recompute is for a model that is not compiled"],
     ),
+    "graphs of a CPU": (["--model.compile", "reduce-overhead"], ["CUDA graphs", "needs a GPU"]),
+    "compile mode": (["--model.compile", "fastest"], ["model.compile", "reduce-overhead"]),
     "name": (["--name", "a/b"], ["'a/b'"]),
     "name above": (["--name", ".."], ["'..'"]),
     "size": (["--model.n_layer", "0"], ["n_layer is 0"]),
