@@ -34,7 +34,7 @@ from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, write_json
 
 BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
-SECONDS_TO_END = 10
+SECONDS_TO_END = 5
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 

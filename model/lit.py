@@ -183,8 +183,10 @@ class LitGPT(LightningModule):
         A number, which PyTorch gives them in the order of the optimizer's groups, is taken for the
         place in the model when Lightning loads it into sharded parameters.
         """
+        if "optimizer_states" not in checkpoint:
+            return
         names = {parameter: name for name, parameter in self.named_parameters()}
-        states = checkpoint.get("optimizer_states", [])
+        states = checkpoint["optimizer_states"]
         for optimizer, saved in zip(self.trainer.optimizers, states, strict=True):
             if not saved:  # rank 0 alone gets the state of sharded parameters
                 continue
