@@ -6,10 +6,14 @@ import os
 # another process has one of the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import atexit
+import contextlib
 import errno
 import logging
 import signal
+import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -30,6 +34,7 @@ from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, write_json
 
 BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
+SECONDS_TO_END = 5
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
@@ -70,6 +75,7 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     if ready.trainer.enable_checkpointing is not False:
         callbacks += checkpoints(run, metrics)
     trainer = build_trainer(ready.trainer, loggers, callbacks)
+    atexit.register(end_other_ranks, trainer)  # after a traceback, if there is one, is shown
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:  # Lightning's answer to a signal that could not wait
@@ -134,6 +140,19 @@ def build_trainer(options: Namespace, loggers: list, callbacks: list[Callback]) 
     )
 
 
+def end_other_ranks(trainer: Trainer) -> None:
+    """See to it that the processes that Lightning started for other ranks end with this one.
+
+    If this one fails they would wait for it, in the middle of a collective. If one of them has
+    failed, it is given time to say why.
+    """
+    deadline = time.monotonic() + SECONDS_TO_END
+    for process in getattr(trainer.strategy.launcher, "procs", []):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        process.kill()
+
+
 def as_list(option) -> list:
     """A Trainer option that may be one, several or none (None, or a bool) as a list."""
     if option is None or isinstance(option, bool):
@@ -162,6 +181,7 @@ def summarise(
         "precision": settings.trainer.precision,
         "stream_dtype": settings.model.stream_dtype,
         "compile": settings.model.compile,
+        "norm_recompute": settings.model.norm_recompute,
         "interrupted": stopper.signal is not None,
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
         **figures(

@@ -194,4 +194,4 @@ def _(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
     return [*outputs, torch.empty_like(weight)] if need_dw else outputs
 
 
-norm = Norm("triton", rms_norm, add_rms_norm)
+norm = Norm("triton", rms_norm, add_rms_norm, add_is_exact=True)

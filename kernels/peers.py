@@ -28,7 +28,7 @@ def aten() -> Norm:
         h = (x.to(compute) + residual.to(compute)).to(residual.dtype)
         return F.rms_norm(h, h.shape[-1:], weight, eps).to(out_dtype or x.dtype), h
 
-    return Norm("aten", rms_norm, add_rms_norm)
+    return Norm("aten", rms_norm, add_rms_norm, add_is_exact=True)
 
 
 def liger() -> Norm:

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Norm:
     """One implementation: two functions with the signatures of `kernels.rms_norm` and
-    `kernels.add_rms_norm`, both differentiable."""
+    `kernels.add_rms_norm`, both differentiable.
+
+    `add_is_exact` says that y, h = add_rms_norm(x, residual) implies y = rms_norm(h) bit for bit,
+    h being in another dtype than x or not. Without it that is not relied upon.
+    """
 
     name: str
     rms_norm: Callable
     add_rms_norm: Callable
+    add_is_exact: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -197,7 +196,7 @@ class Stopper(Callback):
 
 
 class Sampler(Callback):
-    """Lets the trained model write a little.
+    """Lets the trained model write a little, on all ranks: each may hold but a part of it.
 
     Attributes:
         text: What it wrote; empty if training did not get that far.
@@ -207,7 +206,6 @@ class Sampler(Callback):
         self.tokenizer, self.n_new, self.seed = tokenizer, n_new, seed
         self.text = ""
 
-    @rank_zero_only
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = pl_module.device
         start = torch.tensor([self.tokenizer.encode_ordinary("\n")], device=device)

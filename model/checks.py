@@ -1,14 +1,17 @@
 """What can be wrong with the norm and the trainer's options: one sentence a problem."""
 
+import copy
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import NORMS, RMSNorm, load_norm
+from model.lit import CUDA_GRAPHS
 
 MONITORED = ("val_loss", "val_perplexity")
 # For a Trainer that is built only to hear what is wrong with its other options.
@@ -68,10 +71,13 @@ def trial_problems(settings: Namespace) -> list[str]:
 def trainer_problems(settings: Namespace) -> list[str]:
     """What is wrong with settings.trainer, alone and together with settings.model."""
     trainer, problems = settings.trainer, []
+    strategy = copy.copy(trainer.strategy)  # a Trainer leaves its mark on it
     try:
-        Trainer(**{**trainer, **PLAIN})
+        strategy = Trainer(**{**trainer, **PLAIN, "strategy": strategy}).strategy
     except Exception as error:  # such as an ImportError of what an accelerator needs
         problems.append(sentence(error))
+    else:
+        problems += _strategy_problems(strategy, settings.model.compile)
     problems += _monitor_problems(trainer.callbacks)
     if trainer.default_root_dir is None:
         problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
@@ -108,10 +114,43 @@ def trainer_problems(settings: Namespace) -> list[str]:
             "trainer.gradient_clip_val does not work with the fused optimizer: "
             "use model.grad_clip, which is 1.0 by default."
         )
+    if settings.model.compile in CUDA_GRAPHS and not on_gpu(trainer.accelerator):
+        problems.append(
+            f"model.compile is {settings.model.compile}, which records CUDA graphs and so needs a "
+            "GPU: set --model.compile true."
+        )
     if settings.model.stream_dtype == "bfloat16" and "bf16" not in str(trainer.precision):
         problems.append(
             f"model.stream_dtype is bfloat16 and trainer.precision {trainer.precision}: set "
             f"--trainer.precision bf16-mixed or --model.stream_dtype float32."
+        )
+    return problems
+
+
+def _strategy_problems(strategy: Strategy, compile: bool | str) -> list[str]:
+    if isinstance(strategy, FSDPStrategy):
+        return [
+            "trainer.strategy fsdp is PyTorch's first FSDP, whose flat shards hide which parameter "
+            "is a matrix: use ModelParallelStrategy, which is FSDP2, or ddp."
+        ]
+    if not isinstance(strategy, ModelParallelStrategy):
+        return []
+    problems = []
+    wanted = {
+        "data_parallel_size": strategy.num_processes * strategy.num_nodes,
+        "tensor_parallel_size": 1,
+        "save_distributed_checkpoint": False,
+    }
+    if any(getattr(strategy, f"_{name}") != value for name, value in wanted.items()):
+        flags = " ".join(f"--trainer.strategy.{name} {value}" for name, value in wanted.items())
+        problems.append(
+            "trainer.strategy ModelParallelStrategy has to shard over all devices and to save "
+            f"checkpoints from which one device can go on as well: set {flags.lower()}."
+        )
+    if compile in CUDA_GRAPHS:
+        problems.append(
+            f"model.compile is {compile}, whose CUDA graphs need parameters that stay where they "
+            "are, which ModelParallelStrategy gathers anew: set --model.compile true."
         )
     return problems
 

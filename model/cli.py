@@ -13,7 +13,7 @@ from data import TextDataModule
 from model.checks import norm_problems, on_gpu, sentence, trainer_problems, trial_problems
 from model.files import newest_run
 from model.gpt import config_problems
-from model.lit import LitGPT, optimizer_problems
+from model.lit import LitGPT, training_problems
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TRAINER_DEFAULTS = {
@@ -250,7 +250,7 @@ def checked_data(settings: Namespace) -> TextDataModule:
         context=max(1, settings.data.context),  # the data has a sentence of its own
         vocab_size=vocab_size,
     )
-    problems += optimizer_problems(**settings.model)
+    problems += training_problems(**settings.model)
     if not problems:
         problems += trial_problems(settings)
     # To fetch and read another source takes long and there is nothing wrong with it.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import RMSNorm
+from model.recompute import recomputed
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -30,6 +31,8 @@ class GPTConfig:
         norm_eps: The norm's epsilon.
         qk_norm: Whether queries and keys are normalised per head before they are rotated.
         stream_dtype: Dtype of the residual stream, "float32" or "bfloat16".
+        norm_recompute: Whether the backward pass makes the output of each norm that is followed
+            by a matrix again instead of keeping it. Not for a model that is compiled.
 
     Raises:
         ValueError: naming everything that is wrong, one sentence a line.
@@ -44,6 +47,7 @@ class GPTConfig:
     norm_eps: float = 1e-6
     qk_norm: bool = False
     stream_dtype: str = "float32"
+    norm_recompute: bool = False
 
     def __post_init__(self) -> None:
         if problems := config_problems(**vars(self)):
@@ -146,7 +150,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             branch, stream = block(branch, stream, rotary)
         h, stream = self.final_norm(branch, stream)
-        logits = self.head(h)
+        with recomputed(self.config.norm_recompute, self.final_norm, h, branch, stream):
+            logits = self.head(h)
         if targets is None:
             return logits
         if logits.dtype != torch.float64:
@@ -154,6 +159,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # or it would be compiled again for each length
     def generate(
         self,
         tokens: Tensor,
@@ -179,8 +185,7 @@ class GPT(nn.Module):
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k is {top_k}; it has to be at least 1")
         for _ in range(n_new):
-            # forward() and not __call__: a compiled model would compile again for each length.
-            logits = self.forward(tokens[:, -self.config.context :])[:, -1]
+            logits = self(tokens[:, -self.config.context :])[:, -1]
             logits = logits[:, : self.config.vocab_size].float() / temperature
             if top_k is not None and top_k < logits.shape[-1]:
                 kth = logits.topk(top_k).values[:, -1:]
@@ -195,6 +200,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.norm_recompute = config.norm_recompute
         self.norm1 = RMSNorm(config.n_embd, config.norm_eps, norm=config.norm)
         self.attn = Attention(config)
         self.norm2 = RMSNorm(config.n_embd, config.norm_eps, norm=config.norm)
@@ -207,9 +213,11 @@ class Block(nn.Module):
             h = self.norm1(stream)
         else:
             h, stream = self.norm1(x, stream)
-        x = self.attn(h, rotary)
+        with recomputed(self.norm_recompute, self.norm1, h, x, stream):
+            x = self.attn(h, rotary)
         h, stream = self.norm2(x, stream)
-        x = self.mlp(h)
+        with recomputed(self.norm_recompute, self.norm2, h, x, stream):
+            x = self.mlp(h)
         return x, stream
 
 

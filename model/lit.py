@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any, Literal, get_args
 
 import torch
 from lightning import LightningModule
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from model.gpt import GPT, GPTConfig
+
+CompileMode = Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+COMPILE = (False, True, *get_args(CompileMode))
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class LitGPT(LightningModule):
@@ -26,13 +33,17 @@ class LitGPT(LightningModule):
         norm_eps: Epsilon inside the norm's square root.
         qk_norm: Whether queries and keys are normalised per head, by the same norm.
         stream_dtype: Dtype of the residual stream, float32 or (for a bf16 precision) bfloat16.
+        norm_recompute: Whether the backward pass makes the norms' outputs again, which saves memory
+            and costs a little time; not for a compiled model.
         lr: Learning rate after the warm-up, at its highest.
         min_lr_ratio: Learning rate of the last step as a fraction of lr.
         warmup_steps: Steps over which the learning rate rises linearly from zero to lr.
         weight_decay: AdamW's weight decay, applied to matrices and not to norm weights.
         betas: AdamW's decay rates of the first and the second moment.
         grad_clip: Largest norm of the whole gradient, longer ones are scaled down; 0 turns it off.
-        compile: Whether the whole model runs through torch.compile.
+        compile: Whether the whole model runs through torch.compile: true, or the name of one of its
+            modes. reduce-overhead and max-autotune record CUDA graphs, for small batches whose
+            steps the host cannot launch fast enough.
 
     Raises:
         ValueError: naming everything that is wrong with the model's shape, one sentence a line,
@@ -50,17 +61,18 @@ class LitGPT(LightningModule):
         norm_eps: float = 1e-6,
         qk_norm: bool = False,
         stream_dtype: str = "float32",
+        norm_recompute: bool = False,
         lr: float = 1e-3,
         min_lr_ratio: float = 0.1,
         warmup_steps: int = 100,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         grad_clip: float = 1.0,
-        compile: bool = False,
+        compile: bool | CompileMode = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        if problems := optimizer_problems(**self.hparams):
+        if problems := training_problems(**self.hparams):
             raise ValueError("\n".join(problems))
         self.gpt = GPT(
             GPTConfig(
@@ -73,16 +85,44 @@ class LitGPT(LightningModule):
                 norm_eps=norm_eps,
                 qk_norm=qk_norm,
                 stream_dtype=stream_dtype,
+                norm_recompute=norm_recompute,
             )
         )
-        if compile:
-            self.gpt.compile()  # in place: the checkpoint's names stay as they are
+        if compile:  # in place: the checkpoint's names stay as they are
+            self.gpt.compile(**self.compile_options)
         self.val_loss = MeanMetric()
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
 
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Arguments of torch.compile."""
+        mode = None if self.hparams.compile is True else self.hparams.compile
+        return {"fullgraph": True, "mode": mode}
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether passes through the model are recorded as CUDA graphs, if it is on a GPU."""
+        return self.hparams.compile in CUDA_GRAPHS
+
+    def configure_model(self) -> None:
+        """Shard the parameters over the devices if the strategy has them do so (FSDP2)."""
+        if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
+            return
+        if self.hparams.compile:
+            # Shards are gathered by hooks around each block, where the graph of the whole model
+            # would break. The blocks are compiled instead, without the hooks.
+            self.gpt._compiled_call_impl = None
+            for block in self.gpt.blocks:
+                block.forward = torch.compile(block.forward, **self.compile_options)
+        for module in (*self.gpt.blocks, self.gpt):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy in nats of a batch, int64 (B, context + 1)."""
-        return self.gpt(batch[:, :-1], batch[:, 1:])
+        if not self.cuda_graphs:
+            return self.gpt(batch[:, :-1], batch[:, 1:])
+        torch.compiler.cudagraph_mark_step_begin()
+        return self.gpt(batch[:, :-1], batch[:, 1:]).clone()  # the next call writes to its memory
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.loss(batch)
@@ -124,6 +164,41 @@ class LitGPT(LightningModule):
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zero the gradients, or drop them where one backward pass makes those of a whole step.
+
+        A gradient that was not there before is memory of a CUDA graph, to which the next one's
+        backward writes (PyTorch issue 169545). To one that was there it is added.
+        """
+        accumulates = self.cuda_graphs and self.trainer.accumulate_grad_batches > 1
+        if accumulates:
+            for parameter in self.gpt.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        optimizer.zero_grad(set_to_none=not accumulates)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Key the optimizer's state by the names of the parameters.
+
+        A number, which PyTorch gives them in the order of the optimizer's groups, is taken for the
+        place in the model when Lightning loads it into sharded parameters.
+        """
+        if "optimizer_states" not in checkpoint:
+            return
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        states = checkpoint["optimizer_states"]
+        for optimizer, saved in zip(self.trainer.optimizers, states, strict=True):
+            if not saved:  # rank 0 alone gets the state of sharded parameters
+                continue
+            new = {}
+            for group, saved_group in zip(
+                optimizer.param_groups, saved["param_groups"], strict=True
+            ):
+                ours = [names[parameter] for parameter in group["params"]]
+                new.update(zip(saved_group["params"], ours, strict=True))
+                saved_group["params"] = ours
+            saved["state"] = {new[key]: state for key, state in saved["state"].items()}
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip the gradient.
 
@@ -138,8 +213,17 @@ class LitGPT(LightningModule):
         self.grad_norm = clip_gradients(self.gpt.parameters(), self.hparams.grad_clip)
 
 
-def optimizer_problems(
-    *, lr, min_lr_ratio, warmup_steps, weight_decay, betas, grad_clip, **_
+def training_problems(
+    *,
+    lr,
+    min_lr_ratio,
+    warmup_steps,
+    weight_decay,
+    betas,
+    grad_clip,
+    compile,
+    norm_recompute,
+    **_,
 ) -> list[str]:
     """One sentence for everything that is wrong with these values of LitGPT."""
     rules = [
@@ -149,16 +233,27 @@ def optimizer_problems(
         ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
         ("betas", betas, all(0 <= beta < 1 for beta in betas), "each at least 0 and below 1"),
         ("grad_clip", grad_clip, grad_clip >= 0, "at least 0"),
+        ("compile", compile, compile in COMPILE, "one of " + ", ".join(map(str, COMPILE))),
     ]
-    return [f"{name} is {value}; it has to be {rule}." for name, value, ok, rule in rules if not ok]
+    problems = [
+        f"{name} is {value}; it has to be {rule}." for name, value, ok, rule in rules if not ok
+    ]
+    if compile and norm_recompute:
+        problems.append(
+            "norm_recompute is for a model that is not compiled: with compile, the compiler "
+            "chooses what is kept and what is made again. Turn one of them off."
+        )
+    return problems
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients down in place to a total L2 norm of at most `max_norm`, if above 0.
 
-    Returns the norm before clipping, a scalar that stays on its device: nothing waits for it.
+    Returns the norm before clipping, a scalar that stays on its device: nothing waits for it. Of
+    gradients that are sharded over several devices it is the norm of the whole.
     """
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def lr_factor(step: int, warmup_steps: int, max_steps: int, min_ratio: float) -> float:

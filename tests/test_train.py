@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lightning import Callback
 import train
 from data import TextDataModule
 from kernels import Norm
+from model import GPT
 from model.loggers import MetricsFile, read_metrics
 
 ROOT = Path(train.__file__).parent
@@ -157,6 +159,22 @@ def test_accumulation_reports_the_losses_of_the_larger_batch(run, tmp_path):
     assert parts == pytest.approx(whole, rel=1e-5)  # float32 sums in another order
 
 
+def test_checkpoints_go_from_a_compiled_model_to_an_eager_one_and_back_twice(
+    run, tmp_path, monkeypatch
+):
+    """With plain names. Dynamo's graphs are run as they are, with the same bits as the model."""
+    monkeypatch.setattr(GPT, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
+    settings = ["--trainer.limit_val_batches", "0", "--model.compile"]
+    assert run("--name", "whole", *settings, "false") == 0
+    for step in (2, 4, 6, 8, 12):
+        resume = ["--ckpt_path", "last"] if step > 2 else []
+        compiled = "true" if step in (2, 6, 12) else "false"
+        run("--name", "parts", *settings, compiled, *resume, *interrupt(step))
+        names = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)["state_dict"]
+        assert not any("_orig_mod" in name for name in names)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path):
     assert run("--name", "mine", "--model.n_embd", "24", "--trainer.max_steps", "2") == 0
     flags = ["--name", "mine", "--ckpt_path", "last", "--trainer.max_steps", "3"]
@@ -277,6 +295,12 @@ BAD_INPUT = {
         ["--model.lr", "-1", "--model.betas", "[0.9, 1.0]"],
         ["lr is -1", "betas is (0.9, 1.0)"],
     ),
+    "recomputing what is compiled": (
+        ["--model.compile", "true", "--model.norm_recompute", "true"],
+        ["norm_recompute is for a model that is not compiled"],
+    ),
+    "graphs of a CPU": (["--model.compile", "reduce-overhead"], ["CUDA graphs", "needs a GPU"]),
+    "compile mode": (["--model.compile", "fastest"], ["model.compile", "reduce-overhead"]),
     "name": (["--name", "a/b"], ["'a/b'"]),
     "name above": (["--name", ".."], ["'..'"]),
     "size": (["--model.n_layer", "0"], ["n_layer is 0"]),

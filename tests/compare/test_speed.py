@@ -1,5 +1,7 @@
 """Step time: what is measured in which order, when a warm-up ends, figures from given samples."""
 
+from functools import partialmethod
+
 import pytest
 import torch
 from torch import nn
@@ -166,7 +168,7 @@ def test_first_calls_are_cold_then_warm_in_a_folder_of_their_own(settings, monke
 def test_models_of_every_norm_are_compiled(settings, monkeypatch):
     """Each norm's model has a version of its own, without a graph break; none runs eagerly."""
     # Dynamo alone, without the minutes that Inductor takes.
-    monkeypatch.setattr(GPT, "compile", lambda self: nn.Module.compile(self, backend="eager"))
+    monkeypatch.setattr(GPT, "compile", partialmethod(nn.Module.compile, backend="eager"))
     compiled = settings.with_scope("compiled")
     data = speed.batches(compiled, 2, 0)
     for norm in ("eager", "aten", "triton"):

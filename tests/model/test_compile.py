@@ -1,0 +1,102 @@
+"""The compiled model: one graph, compiled once for training and once for validation."""
+
+import pytest
+import torch
+from lightning import Callback, Trainer
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader
+
+from kernels import NORMS
+from model import GPT, LitGPT
+from tests.model.test_lit import LOSS_TOLERANCE, SHAPE, batches
+
+ON_GPU = torch.cuda.is_available()
+# On a CPU Inductor's C++ takes half a minute; graphs and guards are there before it.
+BACKEND = "inductor" if ON_GPU else "aot_eager"
+HERE = [
+    name for name, entry in NORMS.items() if entry.installed and (entry.package is None or ON_GPU)
+]
+
+
+def train_and_validate(model: LitGPT, batch: torch.Tensor) -> None:
+    """A forward and backward pass, and a validation, in bfloat16."""
+    autocast = torch.autocast(batch.device.type, torch.bfloat16)
+    with autocast:
+        loss = model.loss(batch)
+    loss.backward()
+    model.eval()
+    with torch.no_grad(), autocast:
+        model.loss(batch)
+    model.train()
+
+
+@pytest.mark.parametrize("norm", HERE)
+def test_one_graph_for_all_batch_sizes_of_training_and_one_of_validation(norm, device):
+    """The second batch size makes that dimension a variable; after that nothing is compiled."""
+    torch.compiler.reset()
+    counters.clear()
+    model = LitGPT(
+        **{**SHAPE, "n_layer": 1}, norm=norm, stream_dtype="bfloat16", qk_norm=norm == "triton"
+    ).to(device)
+    model.gpt.compile(fullgraph=True, backend=BACKEND)
+    for size in (4, 6):
+        train_and_validate(model, batches(1, size)[0].to(device))
+    assert counters["stats"]["unique_graphs"] == 4
+    for size in (6, 3, 12, 4):
+        train_and_validate(model, batches(1, size)[0].to(device))
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+
+
+class Log(Callback):
+    """The losses of all batches, and whether there were gradients to which theirs was added."""
+
+    def __init__(self) -> None:
+        self.losses, self.added = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.losses.append(outputs["loss"])
+
+    def on_before_backward(self, trainer, pl_module, loss) -> None:
+        self.added.append(all(p.grad is not None for p in pl_module.parameters()))
+
+
+def train(compile: bool | str, micro_batches: int, norm: str = "eager") -> Log:
+    """Four steps with a validation after each."""
+    torch.manual_seed(0)
+    model, log = LitGPT(**SHAPE, norm=norm, lr=1e-2, warmup_steps=0, compile=compile), Log()
+    trainer = Trainer(
+        accelerator="gpu" if ON_GPU else "cpu",
+        devices=1,
+        max_steps=4,
+        accumulate_grad_batches=micro_batches,
+        val_check_interval=micro_batches,
+        callbacks=[log],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = DataLoader(batches(4 * micro_batches), batch_size=None)
+    trainer.fit(model, data, DataLoader(batches(2), batch_size=None))
+    return log
+
+
+def test_micro_batches_add_to_gradients_that_no_graph_owns(monkeypatch):
+    """Also without a compiler, which on a CPU records no graphs; the losses are the same."""
+    monkeypatch.setattr(GPT, "compile", lambda *_, **__: None)
+    expected, got = train(True, 2), train("reduce-overhead", 2)
+    assert torch.equal(torch.stack(got.losses), torch.stack(expected.losses))
+    assert got.added == [True] * 8
+    assert train("reduce-overhead", 1).added == [False] * 4  # nothing to add to, no time for it
+
+
+@pytest.mark.skipif(not ON_GPU, reason="CUDA graphs need a CUDA GPU")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("norm", ["compiled", "triton"])
+def test_cuda_graphs_train_as_the_model_without_them(norm, micro_batches):
+    counters.clear()
+    expected, got = train(True, micro_batches, norm), train("reduce-overhead", micro_batches, norm)
+    assert not counters["inductor"]["cudagraph_skips"]
+    difference = torch.stack(got.losses) - torch.stack(expected.losses)
+    assert difference.abs().max() <= LOSS_TOLERANCE
