@@ -34,10 +34,7 @@ def rms_norm(
     """
     check_arguments(x, None, weight, eps, out_dtype)
     _check_device(x)
-    out_dtype = out_dtype or x.dtype
-    if _needs_grad(x, weight):
-        return _RMSNorm.apply(x, weight, eps, out_dtype)
-    return _forward(x, None, weight, eps, out_dtype, False)[0]
+    return _norm(x, None, weight, eps, out_dtype or x.dtype)[0]
 
 
 def add_rms_norm(
@@ -64,15 +61,20 @@ def add_rms_norm(
     """
     check_arguments(x, residual, weight, eps, out_dtype)
     _check_device(x)
-    out_dtype = out_dtype or x.dtype
-    if _needs_grad(x, residual, weight):
-        return _AddRMSNorm.apply(x, residual, weight, eps, out_dtype)
-    y, h = _forward(x, residual, weight, eps, out_dtype, False)
+    y, h = _norm(x, residual, weight, eps, out_dtype or x.dtype)
     return y, h
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _norm(x, residual, weight, eps, out_dtype) -> tuple[Tensor, ...] | list[Tensor]:
+    """(y,), or (y, h) with a residual."""
+    tensors = (x, residual, weight)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.compiler.is_compiling():
+        outputs = _forward_op(x, residual, weight, eps, out_dtype, needs_grad)
+        return outputs[: 1 if residual is None else 2]
+    if needs_grad:
+        return _RMSNorm.apply(x, residual, weight, eps, out_dtype)
+    return triton_rms_norm.forward(x, residual, weight, eps, out_dtype, False)
 
 
 def _check_device(x: Tensor) -> None:
@@ -87,68 +89,49 @@ def _check_device(x: Tensor) -> None:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, out_dtype):
-        y, rstd = _forward(x, None, weight, eps, out_dtype, True)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        dx, _, dw = _gradients(
-            dy, None, x, weight, rstd, x.dtype if need_dx else None, None, need_dw
-        )
-        return dx, dw, None, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
     def forward(ctx, x, residual, weight, eps, out_dtype):
-        y, h, rstd = _forward(x, residual, weight, eps, out_dtype, True)
-        ctx.save_for_backward(h, weight, rstd)
-        ctx.set_materialize_grads(False)
-        ctx.x_dtype = x.dtype
-        return y, h
+        *outputs, rstd = triton_rms_norm.forward(x, residual, weight, eps, out_dtype, True)
+        _keep(ctx, x, residual, weight, outputs, rstd)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dh):
-        h, weight, rstd = ctx.saved_tensors
-        need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
-        x_dtype, r_dtype = ctx.x_dtype, h.dtype
-        if dy is None:  # only the stream was used: the norm has no gradient
-            dx = dh.to(x_dtype) if need_dx and dh is not None else None
-            return dx, dh if need_dr else None, None, None, None
-        both = need_dx and need_dr and x_dtype != r_dtype
-        first = x_dtype if need_dx else r_dtype if need_dr else None
-        second = r_dtype if both else None
-        dx, dr, dw = _gradients(dy, dh, h, weight, rstd, first, second, need_dw)
-        if not both:
-            dx, dr = (dx if need_dx else None), (dx if need_dr else None)
-        return dx, dr, dw, None, None
+    def backward(ctx, dy, dh=None):
+        return *_gradients(ctx, dy, dh, triton_rms_norm.backward), None, None
 
 
-def _forward(x, residual, weight, eps, out_dtype, save_rstd) -> list[Tensor]:
-    if torch.compiler.is_compiling():
-        return _forward_op(x, residual, weight, eps, out_dtype, save_rstd)
-    return triton_rms_norm.forward(x, residual, weight, eps, out_dtype, save_rstd)
+def _keep(ctx, x, residual, weight, outputs, rstd) -> None:
+    """Save for the backward pass what was normalised, the weight and rstd."""
+    ctx.save_for_backward(x if residual is None else outputs[1], weight, rstd)
+    ctx.set_materialize_grads(False)
+    ctx.x_dtype = x.dtype
 
 
-def _gradients(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tensor | None]:
-    """(dx, dr, dw), with None for what is not wanted."""
-    need_dw = need_dw and weight is not None
-    arguments = (dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw)
-    if torch.compiler.is_compiling():
-        found = iter(_backward_op(*arguments))
-    else:
-        found = iter(triton_rms_norm.backward(*arguments))
-    return [next(found) if wanted else None for wanted in (dx_dtype, dr_dtype, need_dw)]
+def _gradients(ctx, dy, dh, backward) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, the residual's gradient and dw, None for each that is not wanted.
+
+    The sum of the norm's own gradient and dh is that of x and of the residual: it is computed
+    once, and written a second time only where their dtypes differ.
+    """
+    h, weight, rstd = ctx.saved_tensors
+    need_dx, need_dr, need_dw = ctx.needs_input_grad[:3]
+    x_dtype, r_dtype = ctx.x_dtype, h.dtype
+    if dy is None:  # only the stream was used: the norm has no gradient
+        dx = dh.to(x_dtype) if need_dx and dh is not None else None
+        return dx, dh if need_dr else None, None
+    both = need_dx and need_dr and x_dtype != r_dtype
+    first = x_dtype if need_dx else r_dtype if need_dr else None
+    second = r_dtype if both else None
+    found = iter(backward(dy, dh, h, weight, rstd, first, second, need_dw))
+    dx, dr, dw = (next(found) if wanted else None for wanted in (first, second, need_dw))
+    if not both:
+        dx, dr = (dx if need_dx else None), (dx if need_dr else None)
+    return dx, dr, dw
 
 
 # In a compiled model the kernels are opaque operators: the launch, which torch.compile could not
-# trace in full (dependent launch, for one), then is the same as in eager mode.
+# trace in full (dependent launch, for one), then is the same as in eager mode. They bring their
+# gradient along, since PyTorch caches no compiled graph that holds an autograd.Function.
 
 
 @torch.library.custom_op("triton_rmsnorm_gpt::forward", mutates_args=())
@@ -172,6 +155,22 @@ def _(x, residual, weight, eps, out_dtype, save_rstd):
         rows = x.numel() // x.shape[-1]
         outputs.append(x.new_empty(rows, dtype=compute_dtype(x, residual, weight)))
     return outputs
+
+
+def _setup_context(ctx, inputs, output):
+    x, residual, weight, *_, needs_grad = inputs
+    if needs_grad:
+        *outputs, rstd = output
+        ctx.mark_non_differentiable(rstd)
+        _keep(ctx, x, residual, weight, outputs, rstd)
+
+
+def _backward(ctx, gradients):
+    dy, dh = gradients[0], gradients[1] if len(gradients) == 3 else None
+    return *_gradients(ctx, dy, dh, _backward_op), None, None, None
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("triton_rmsnorm_gpt::backward", mutates_args=())
