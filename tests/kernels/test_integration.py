@@ -4,6 +4,7 @@ and beyond 32-bit offsets."""
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 from kernels import add_rms_norm, load_norm, rms_norm
 
@@ -47,6 +48,18 @@ def test_compiles_as_one_graph_and_once_for_all_batch_sizes(name, device):
         if i == 1:  # the second batch size makes the first dimension dynamic; after that, nothing
             compiled = compiles.frame_count
     assert compiles.frame_count == compiled
+
+
+def test_a_compiled_graph_is_found_again_in_the_cache(device, tmp_path, monkeypatch):
+    """PyTorch caches no graph with an autograd.Function: a new process would compile again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.randn(6, 96, device=device, requires_grad=True)
+    weight = torch.ones(96, device=device, requires_grad=True)
+    for found in ("autograd_cache_saved", "autograd_cache_hit"):
+        torch.compiler.reset()
+        counters.clear()
+        torch.compile(rms_norm, fullgraph=True)(x, weight).sum().backward()
+        assert counters["aot_autograd"][found] == 1
 
 
 @needs_gpu
