@@ -207,7 +207,9 @@ def _profile_row(result: dict, norm: str) -> list[str]:
 def _kernels(norm: str, top: list[dict]) -> Table:
     rows = [[k["kernel"], f"{k['ms']:.3f}", "yes" if k["norm"] else ""] for k in top]
     header = ["kernel", "ms", "part of the norm"]
-    return Table(header, rows, fold=f"Longest kernels of a step with {norm}", prose=True)
+    return Table(
+        header, rows, fold=f"Longest kernels of a step with {norm}, and all of the norm", prose=True
+    )
 
 
 # --- memory -----------------------------------------------------------------------------------

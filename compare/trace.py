@@ -18,6 +18,7 @@ OPERATORS = "triton_rmsnorm_gpt::"  # kernels.functional's, which a compiled mod
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 NODE = "autograd::engine::evaluate_function"  # begins the name of a backward node's range
+INDUCTOR = ("triton_poi_", "triton_red_", "triton_per_")  # begin the names of its kernels
 
 
 class Work(NamedTuple):
@@ -53,15 +54,33 @@ def attribute(events: list[dict], scope: str) -> list[Work]:
 
     Scope "eager": forward work is what was launched inside a RANGE, backward work what the
     autograd nodes made there launched; nodes and operators share sequence numbers. Scope
-    "compiled": both are known only for norms that stay operators of their own, OPERATORS; others
-    are fused with what is around them, so that no work is marked.
+    "compiled": work of norms that stay operators of their own, OPERATORS, is what these launched;
+    others are fused with what is around them, and known by the `fused_phase` of a kernel.
     """
-    find = _finder(_eager_ranges(events) if scope == "eager" else _operator_ranges(events))
+    eager = scope == "eager"
+    find = _finder(_eager_ranges(events) if eager else _operator_ranges(events))
     if any(event["cat"] in GPU_WORK for event in events):
         pieces = _launched(events)
     else:
         pieces = _own_time([event for event in events if event["cat"] == "cpu_op"])
-    return [Work(name, start, end, find(*launch)) for name, start, end, launch in pieces]
+    return [
+        Work(name, start, end, find(*launch) or (None if eager else fused_phase(name)))
+        for name, start, end, launch in pieces
+    ]
+
+
+def fused_phase(kernel: str) -> str | None:
+    """The phase of a norm that a kernel of Inductor's has a part of, by its name.
+
+    The name lists the operations inside. Of those of a GPT, only the norm's forward takes an
+    rsqrt, and only its backward a power or, the softmax aside, a sum.
+    """
+    operations = set(kernel.split("_"))
+    if not kernel.startswith(INDUCTOR) or "softmax" in operations:
+        return None
+    if "rsqrt" in operations:
+        return "forward"
+    return "backward" if operations & {"pow", "sum"} else None
 
 
 def _eager_ranges(events: list[dict]) -> dict[str, list[dict]]:

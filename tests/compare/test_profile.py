@@ -14,6 +14,7 @@ def found(step_ms: float, norm_ms: float | None, busy_ms: float, **other: float)
         "forward_ms": norm_ms and norm_ms / 4,
         "backward_ms": norm_ms and 3 * norm_ms / 4,
         "kernels": {"norm": {"norm": norm_ms} if norm_ms else {}, "other": other},
+        "fused": False,
     }
 
 
@@ -56,26 +57,29 @@ def test_a_share_is_at_most_one():
     assert profile.judge(profiles, "eager", {})["eager"]["norm_share"] == 0.95
 
 
-def test_a_fused_norm_has_no_share_and_says_why():
+def test_a_norm_that_cannot_be_told_apart_has_no_share():
     profiles = {"eager": found(100, None, 100, fused=99), "triton": found(99, 5, 99)}
     judged = profile.judge(profiles, "eager", {"triton": Interval(2.0, 1.9, 2.1)})
     assert judged["eager"]["norm_share"] is None
-    assert judged["eager"]["note"] == profile.FUSED
     assert judged["triton"]["norm_share"] == pytest.approx(5 / 99)
     for name in ("amdahl_predicted", "amdahl_ceiling", "flag", "note"):
         assert judged["triton"][name] is None
 
 
-def test_top_is_sorted_and_marked():
-    listed = profile.top({"norm": {"a": 2.0}, "other": {f"b{i}": float(i) for i in range(20)}})
-    assert len(listed) == profile.TOP
-    assert listed[0] == {"kernel": "b19", "ms": 19.0, "norm": False}
-    assert [kernel["ms"] for kernel in listed] == sorted(
-        (kernel["ms"] for kernel in listed), reverse=True
-    )
-    assert {"kernel": "a", "ms": 2.0, "norm": True} in profile.top(
-        {"norm": {"a": 2.0}, "other": {}}
-    )
+def test_a_fused_norm_is_said_to_be_so():
+    profiles = {"eager": found(100, 6, 100) | {"fused": True}, "triton": found(99, 5, 99)}
+    judged = profile.judge(profiles, "eager", {})
+    assert judged["eager"]["norm_share"] == 0.06
+    assert judged["eager"]["note"] == profile.FUSED
+    assert judged["triton"]["note"] is None
+
+
+def test_top_is_sorted_and_marked_and_has_all_of_the_norms():
+    norms = {"a": 2.0, "b": 0.5}
+    listed = profile.top({"norm": norms, "other": {f"c{i}": i + 1.0 for i in range(20)}})
+    assert [kernel["ms"] for kernel in listed] == [*(20.0 - i for i in range(12)), 2.0, 0.5]
+    assert listed[0] == {"kernel": "c19", "ms": 20.0, "norm": False}
+    assert listed[-2:] == [{"kernel": name, "ms": ms, "norm": True} for name, ms in norms.items()]
 
 
 def test_every_norm_is_profiled(settings, in_this_process):
