@@ -14,13 +14,14 @@ from compare.cli import Request, parse
 from compare.live import live
 from compare.setup import Settings
 from compare.statistics import Interval
+from model import overview
 from model.cli import UserError
 from model.environment import environment
 from model.files import create_run, newest_run
 from model.summary import NO_FINDING, write_json
 
 FAILS, BAD_INPUT, INTERRUPTED = 1, 2, 130
-RESULTS = "results.json"
+RESULTS, SUMMARY = "results.json", "summary.json"
 # Measurements of one folder come from the same code on the same hardware.
 SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
 
@@ -74,10 +75,18 @@ def compare(request: Request, command: str) -> int:
 
 
 def rebuild(arguments: list[str]) -> int:
-    """`report FOLDER`: the report anew from the results.json files in the folder and below it."""
-    if len(arguments) != 1:
-        raise UserError("report takes one argument, the folder of the results.")
-    folder = Path(arguments[0])
+    """`report FOLDER`: the report anew from the results.json files in the folder and below it.
+
+    `report RUN RUN ...`: runs of train.py side by side, in a table and in a picture beside them.
+    """
+    folders = [Path(argument) for argument in arguments]
+    if folders and all((folder / SUMMARY).is_file() for folder in folders):
+        return overview.main([*arguments, "--out", str(folders[0].parent / "overview.png")])
+    if len(folders) != 1:
+        raise UserError(
+            "report takes one folder of results, or the folders of finished runs of train.py."
+        )
+    [folder] = folders
     results = [read(path) for path in result_files(folder)]
     if not results:
         raise UserError(f"There is no {RESULTS} in {folder} or below it.")

@@ -33,10 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
         usage="python -m compare [speed|profile|memory|parity] [--config FILE] [--norms A,B,...]\n"
         "                         [--scopes A,B] [--rounds N] [--name NAME]\n"
         "                         [--model.* ...] [--data.* ...] [--trainer.* ...]\n"
-        "       python -m compare report FOLDER",
+        "       python -m compare report FOLDER\n"
+        "       python -m compare report RUN RUN ...",
         description="Step time, memory and loss curves of the same model under each norm. A word "
         "in front runs that part alone, and adds it to the comparison of this name if the settings "
-        "are the same; report writes the report anew from the results.json files in a folder.",
+        "are the same; report writes the report anew from the results.json files in a folder, or "
+        "lays runs of train.py over each other.",
         epilog="--config, --model.*, --data.*, --trainer.* and --seed_everything are those of "
         "train.py (python train.py --help); without a config, tiny.yaml or, with a GPU, "
         "small.yaml. Exit status: 0 parity holds (or was not asked for), 1 it fails, is "

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             figure.savefig(temporary, format="png")
     except OSError as error:
         parser.error(f"{arguments.out} cannot be written: {error.strerror}")
-    print(markdown_table(runs))
+    print(f"{markdown_table(runs)}\n\nWritten to {arguments.out}")
     return 0
 
 

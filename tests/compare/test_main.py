@@ -9,6 +9,7 @@ import yaml
 from compare import __main__ as main
 from compare import speed
 from tests.compare.sample import parity
+from tests.model.test_overview import write_run
 
 PASS = parity()
 
@@ -124,6 +125,15 @@ def test_the_report_is_rebuilt_from_results_alone(run, outcomes, tmp_path):
     assert (folder / "report.html").exists()
 
 
+def test_runs_of_train_are_laid_over_each_other(tmp_path, capsys):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", norm="eager")]
+    assert main.main(["report", *runs]) == 0
+    assert (tmp_path / "overview.png").exists()
+    printed = capsys.readouterr().out
+    assert "| triton |" in printed
+    assert "| eager |" in printed
+
+
 @pytest.mark.parametrize(("verdict", "status"), [("pass", 0), ("fail", 1), ("inconclusive", 1)])
 def test_the_exit_status_is_paritys(run, outcomes, verdict, status):
     outcomes["compare.parity:run"] = {**PASS, "verdict": verdict}
@@ -206,7 +216,12 @@ def test_a_norm_that_does_not_run_here_is_bad_input(run, outcomes, capsys, tmp_p
 
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
-    [([], "one argument"), (["{}"], "no results.json"), (["{}/broken"], "cannot be read")],
+    [
+        ([], "one folder of results"),
+        (["{}", "{}"], "one folder of results"),
+        (["{}"], "no results.json"),
+        (["{}/broken"], "cannot be read"),
+    ],
 )
 def test_bad_input_of_report(tmp_path, capsys, arguments, fragment):
     (tmp_path / "empty").mkdir()

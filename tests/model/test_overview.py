@@ -35,7 +35,7 @@ def write_run(folder: Path, **changes) -> str:
 def test_table_and_picture(tmp_path, capsys):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", norm="eager")]
     assert main([*runs, "--out", str(tmp_path / "picture.png")]) == 0
-    rows = capsys.readouterr().out.splitlines()[2:]
+    rows = capsys.readouterr().out.splitlines()[2:4]
     figures = "| 10.0 (9.0 to 11.0) | 2.5 | 102,400 | n/a | n/a / n/a | 1.932 | 2.050 |"
     assert rows == [f"| triton {figures}", f"| eager {figures}"]
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -44,7 +44,7 @@ def test_table_and_picture(tmp_path, capsys):
 def test_runs_of_one_norm_go_by_their_names(tmp_path, capsys):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", name="tiny-triton-2")]
     assert main([*runs, "--out", str(tmp_path / "picture.png")]) == 0
-    rows = capsys.readouterr().out.splitlines()[2:]
+    rows = capsys.readouterr().out.splitlines()[2:4]
     assert [row.split()[1] for row in rows] == ["tiny-triton", "tiny-triton-2"]
 
 
