@@ -6,11 +6,13 @@ import os
 # another process has one of the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import contextlib
 import errno
 import logging
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -19,29 +21,39 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
+from data import TextDataModule
 from model import LitGPT
 from model.callbacks import LiveProgress, Recorder, Sampler, Stopper
-from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
-from model.cli import UserError, checked_data, instantiate, last_run, parse
+from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, step_to_resume
+from model.cli import UserError, changed_settings, checked_data, instantiate, last_run, parse
 from model.environment import environment
-from model.files import create_run, replacing
+from model.faults import FiniteCheck, TrainingError, memory_advice, out_of_memory
+from model.files import create_run, owned, replacing
 from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, write_json
 
-BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
+CANNOT_WRITE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
+    *(errno.EROFS, errno.EACCES, errno.EPERM),  # not allowed
+    *(errno.EIO, errno.ESTALE, errno.ENODEV),  # gone or broken
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Train; returns the exit status.
+
+    0 at the end, 1 if training cannot go on, 2 for bad input or a disk that cannot be written, 130
+    after Ctrl-C, 143 after SIGTERM.
+    """
     quieten()
     try:
         parser, settings = parse(sys.argv[1:] if argv is None else argv)
         return train(parser, settings)
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
@@ -59,27 +71,60 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     model = LitGPT(
         **settings.model, context=data.context, vocab_size=data.vocab_size, norm=settings.norm
     )
-    run, checkpoint, resume_step = place(settings, model)
-    save_config(parser, settings, run)
+    run, checkpoint, resume_step = place(settings, model, data.tokenizer.name)
+    with kept(run):
+        if checkpoint:
+            tell_changes(parser, settings, checkpoint, resume_step)
+        save_config(parser, settings, run)
+        return fit(ready, model, data, run, checkpoint, resume_step)
+
+
+def fit(
+    settings: Namespace,
+    model: LitGPT,
+    data: TextDataModule,
+    run: Path,
+    checkpoint: Path | None,
+    resume_step: int | None,
+) -> int:
+    """Train in the directory `run` and summarise; returns the exit status."""
     recorder, stopper, sampler = Recorder(), Stopper(), Sampler(data.tokenizer)
     metrics = MetricsFile(run / "metrics.csv", resume_step)
-    callbacks = [stopper, recorder, sampler]
-    if ready.trainer.enable_progress_bar is not False:
+    callbacks = [stopper, FiniteCheck(), recorder, sampler]
+    if settings.trainer.enable_progress_bar is not False:
         callbacks.append(LiveProgress(recorder))
     loggers = [metrics, EventsFile(run, resume_step)]
-    if ready.trainer.enable_checkpointing is not False:
+    if settings.trainer.enable_checkpointing is not False:
         callbacks += checkpoints(run, metrics)
-    trainer = build_trainer(ready.trainer, loggers, callbacks)
+    trainer = build_trainer(settings.trainer, loggers, callbacks)
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:  # Lightning's answer to a signal that could not wait
         if stopper.signal is None:
             raise
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise advice(settings, trainer, recorder) from None
     summarise(settings, run, trainer, model, recorder, metrics, stopper, sampler)
     return 0 if stopper.signal is None else 128 + stopper.signal
 
 
-def place(settings: Namespace, model: LitGPT) -> tuple[Path, Path | None, int | None]:
+def advice(settings: Namespace, trainer: Trainer, recorder: Recorder) -> TrainingError:
+    """What to say when memory has run out."""
+    options = settings.trainer
+    return memory_advice(
+        trainer.global_step + 1,
+        settings.data.batch_size,
+        options.accumulate_grad_batches,
+        options.val_check_interval,
+        recorder.memory.get("allocated"),
+    )
+
+
+def place(
+    settings: Namespace, model: LitGPT, tokenizer: str
+) -> tuple[Path, Path | None, int | None]:
     """The run's directory, the checkpoint to start from if any, and the step it was saved at."""
     root = Path(settings.trainer.default_root_dir)
     resume = settings.ckpt_path == "last"
@@ -88,7 +133,8 @@ def place(settings: Namespace, model: LitGPT) -> tuple[Path, Path | None, int | 
         checkpoint = run / "last.ckpt"
     else:
         checkpoint = Path(settings.ckpt_path) if settings.ckpt_path else None
-    step = read_checkpoint(checkpoint, model) if checkpoint else None
+    micro_batches = settings.trainer.accumulate_grad_batches
+    step = step_to_resume(checkpoint, model, tokenizer, micro_batches) if checkpoint else None
     if step is not None and step >= settings.trainer.max_steps:
         raise UserError(
             f"{checkpoint} has been trained for {step} steps already: "
@@ -107,13 +153,40 @@ def new_run(root: Path, name: str) -> Path:
         raise UserError(f"There cannot be a folder {root / name}: {error.strerror}.") from None
 
 
+@contextlib.contextmanager
+def kept(run: Path) -> Iterator[None]:
+    """The run's directory for this process alone, and for the other ranks that belong to it."""
+    if rank_zero_only.rank != 0:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owned(run))
+        except BlockingIOError:
+            raise UserError(f"{run} is in use: another process trains in it.") from None
+        yield
+
+
+@rank_zero_only
+def tell_changes(parser: ArgumentParser, settings: Namespace, checkpoint: Path, step: int) -> None:
+    """Print what is other than in the run that the checkpoint is from."""
+    changes = changed_settings(checkpoint.parent / "config.yaml", dump(parser, settings))
+    print(f"Going on from {checkpoint}, of step {step}{', with' if changes else '.'}")
+    for change in changes:
+        print(f"  {change}")
+
+
 @rank_zero_only
 def save_config(parser: ArgumentParser, settings: Namespace, run: Path) -> None:
     """Write the settings in full as config.yaml, from which the same run can be started again."""
+    with replacing(run / "config.yaml") as temporary:
+        temporary.write_text(dump(parser, settings))
+
+
+def dump(parser: ArgumentParser, settings: Namespace) -> str:
     resolved = settings.clone()
     resolved.ckpt_path = resolved.config = None
-    with replacing(run / "config.yaml") as temporary:
-        temporary.write_text(parser.dump(resolved, skip_unset=False))
+    return parser.dump(resolved, skip_unset=False)
 
 
 def checkpoints(run: Path, metrics: MetricsFile) -> list[Callback]:

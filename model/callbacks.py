@@ -157,19 +157,19 @@ class Stopper(Callback):
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._steps_done = 0
-        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps_done = trainer.global_step
-        for number in (signal.SIGINT, signal.SIGTERM):  # the latter instead of Lightning's handler
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        # Instead of Lightning's own, which puts back those of before when the training is over.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(
-            f"{self.signal.name}: finishing this step and validating. "
+            f"{self.signal.name}: finishing this step, saving and validating. "
             f"Ctrl-C, or another signal, stops at once."
         )
 
@@ -185,10 +185,6 @@ class Stopper(Callback):
         if stop or trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # Lightning validates before it stops
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
     def on_exception(self, trainer, pl_module, exception) -> None:
         if self.signal is None and isinstance(exception, KeyboardInterrupt):
             self.signal = signal.SIGINT
@@ -197,7 +193,7 @@ class Stopper(Callback):
 
 
 class Sampler(Callback):
-    """Lets the trained model write a little.
+    """Lets the trained model write a little; notes in checkpoints which tokenizer it speaks.
 
     Attributes:
         text: What it wrote; empty if training did not get that far.
@@ -206,6 +202,9 @@ class Sampler(Callback):
     def __init__(self, tokenizer: Encoding, n_new: int = 120, seed: int = 1337) -> None:
         self.tokenizer, self.n_new, self.seed = tokenizer, n_new, seed
         self.text = ""
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        checkpoint["tokenizer"] = self.tokenizer.name
 
     @rank_zero_only
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

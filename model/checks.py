@@ -1,5 +1,7 @@
 """What can be wrong with the norm and the trainer's options: one sentence a problem."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,17 @@ def trial_problems(settings: Namespace) -> list[str]:
     return []
 
 
+def folder_problems(root: Path, name: str) -> list[str]:
+    """Why there can be no folder `root/name` that can be written, if there can be none."""
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".tmp-") as folder:
+            (Path(folder) / name).mkdir()
+    except OSError as error:
+        return [f"There cannot be a folder {root / name}: {error.strerror} ({there})."]
+    return []
+
+
 def trainer_problems(settings: Namespace) -> list[str]:
     """What is wrong with settings.trainer, alone and together with settings.model."""
     trainer, problems = settings.trainer, []
@@ -75,6 +88,8 @@ def trainer_problems(settings: Namespace) -> list[str]:
     problems += _monitor_problems(trainer.callbacks)
     if trainer.default_root_dir is None:
         problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
+    else:
+        problems += folder_problems(Path(trainer.default_root_dir), settings.name)
     if trainer.overfit_batches:
         problems.append(
             "trainer.overfit_batches has no effect on data that never ends: use a short text as "

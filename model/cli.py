@@ -196,10 +196,34 @@ def last_run(root: Path, name: str) -> Path:
         )
     if not (run / "last.ckpt").exists():
         raise UserError(
-            f"{run}, the newest run of this name, has no checkpoint yet; name one by its path "
-            f"with --ckpt_path."
+            f"{run}, the newest run of this name, has no checkpoint yet: start it again without "
+            f"--ckpt_path, or name a checkpoint by its path."
         )
     return run
+
+
+def changed_settings(config: Path, now: str) -> list[str]:
+    """What differs between a run's config.yaml, if it is there, and the settings in `now`, YAML."""
+    try:
+        before = _flat(yaml.safe_load(config.read_text()))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    after = _flat(yaml.safe_load(now))
+    return [
+        f"{key} {after[key]} instead of {before[key]}"
+        for key in sorted(before.keys() & after.keys() - {"name"})
+        if before[key] != after[key]
+    ]
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    if not isinstance(settings, dict):
+        return {prefix: settings}
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat
 
 
 def _name_of(run: Path) -> str | None:

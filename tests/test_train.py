@@ -415,8 +415,8 @@ def test_a_run_that_is_finished_is_not_resumed(run, capsys):
 
 
 def test_a_full_disk(run, tmp_path, capsys, monkeypatch):
-    def full(checkpoint, path):
-        Path(path).write_bytes(b"half of it")
+    def full(checkpoint, file):
+        file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
