@@ -67,16 +67,26 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     """One run from checked settings to the summary; returns the exit status."""
     ready = instantiate(parser, settings)
     data = checked_data(ready)
-    seed_everything(settings.seed_everything, verbose=False)
-    model = LitGPT(
-        **settings.model, context=data.context, vocab_size=data.vocab_size, norm=settings.norm
-    )
+    model = build(settings, data)
     run, checkpoint, resume_step = place(settings, model, data.tokenizer.name)
     with kept(run):
         if checkpoint:
             tell_changes(parser, settings, checkpoint, resume_step)
         save_config(parser, settings, run)
         return fit(ready, model, data, run, checkpoint, resume_step)
+
+
+def build(settings: Namespace, data: TextDataModule) -> LitGPT:
+    """The model that the settings describe, with the weights of its seed."""
+    seed_everything(settings.seed_everything, verbose=False)
+    try:
+        return LitGPT(
+            **settings.model, context=data.context, vocab_size=data.vocab_size, norm=settings.norm
+        )
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise TrainingError("Memory ran out while the model was built: make it smaller.") from None
 
 
 def fit(
@@ -105,12 +115,14 @@ def fit(
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
-        raise advice(settings, trainer, recorder) from None
+        raise advice(settings, trainer, model, recorder) from None
     summarise(settings, run, trainer, model, recorder, metrics, stopper, sampler)
     return 0 if stopper.signal is None else 128 + stopper.signal
 
 
-def advice(settings: Namespace, trainer: Trainer, recorder: Recorder) -> TrainingError:
+def advice(
+    settings: Namespace, trainer: Trainer, model: LitGPT, recorder: Recorder
+) -> TrainingError:
     """What to say when memory has run out."""
     options = settings.trainer
     return memory_advice(
@@ -118,6 +130,7 @@ def advice(settings: Namespace, trainer: Trainer, recorder: Recorder) -> Trainin
         settings.data.batch_size,
         options.accumulate_grad_batches,
         options.val_check_interval,
+        sum(p.numel() for p in model.gpt.parameters()),
         recorder.memory.get("allocated"),
     )
 
@@ -251,14 +264,13 @@ def summarise(
         "environment": about,
         "step_ms_samples": recorder.step_ms,
     }
-    write_json(summary, run / "summary.json")
-    plot_loss(metrics.rows, run / "loss.png", f"{run.name}: norm {settings.norm}")
-    console = Console()
-    console.print(table(summary))
+    Console().print(table(summary))
     if summary["note"]:
         print(summary["note"])
     if sampler.text:
         print(f"\nSample:\n{sampler.text}\n")
+    write_json(summary, run / "summary.json")
+    plot_loss(metrics.rows, run / "loss.png", f"{run.name}: norm {settings.norm}")
     print(f"Written to {run}/")
 
 

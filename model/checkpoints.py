@@ -65,7 +65,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             try:
                 torch.save(checkpoint, file)
             except RuntimeError as error:  # how PyTorch reports that `file` could not be written
-                raise error.__context__ if isinstance(error.__context__, OSError) else error
+                if not isinstance(error.__context__, OSError):
+                    raise
+                raise error.__context__ from None
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

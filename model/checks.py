@@ -67,8 +67,11 @@ def trial_problems(settings: Namespace) -> list[str]:
     return []
 
 
-def folder_problems(root: Path, name: str) -> list[str]:
-    """Why there can be no folder `root/name` that can be written, if there can be none."""
+def folder_problems(settings: Namespace) -> list[str]:
+    """Why there can be no folder for the run that can be written, if there can be none."""
+    if settings.trainer.default_root_dir is None:
+        return ["trainer.default_root_dir has to be a folder; it gets one for each run."]
+    root, name = Path(settings.trainer.default_root_dir), settings.name
     there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     try:
         with tempfile.TemporaryDirectory(dir=there, prefix=".tmp-") as folder:
@@ -86,10 +89,6 @@ def trainer_problems(settings: Namespace) -> list[str]:
     except Exception as error:  # such as an ImportError of what an accelerator needs
         problems.append(sentence(error))
     problems += _monitor_problems(trainer.callbacks)
-    if trainer.default_root_dir is None:
-        problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
-    else:
-        problems += folder_problems(Path(trainer.default_root_dir), settings.name)
     if trainer.overfit_batches:
         problems.append(
             "trainer.overfit_batches has no effect on data that never ends: use a short text as "

@@ -10,7 +10,14 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
 
 from data import SOURCES, TextDataModule
-from model.checks import norm_problems, on_gpu, sentence, trainer_problems, trial_problems
+from model.checks import (
+    folder_problems,
+    norm_problems,
+    on_gpu,
+    sentence,
+    trainer_problems,
+    trial_problems,
+)
 from model.files import newest_run
 from model.gpt import config_problems
 from model.lit import LitGPT, optimizer_problems
@@ -255,7 +262,8 @@ def checked_data(settings: Namespace) -> TextDataModule:
     Raises:
         UserError: with a sentence for every mistake in norm, model, data, precision and trainer.
     """
-    problems = norm_problems(settings.norm) + trainer_problems(settings)
+    no_folder = folder_problems(settings)
+    problems = no_folder + norm_problems(settings.norm) + trainer_problems(settings)
     if not MIN_SEED <= settings.seed_everything <= MAX_SEED:
         problems.append(
             f"seed_everything is {settings.seed_everything}; it has to be from {MIN_SEED} to "
@@ -275,8 +283,10 @@ def checked_data(settings: Namespace) -> TextDataModule:
     problems += optimizer_problems(**settings.model)
     if not problems:
         problems += trial_problems(settings)
-    # To fetch and read a named source takes long and there is nothing wrong with it.
-    if data is not None and (not problems or settings.data.source not in SOURCES):
+    # To fetch and read a named source takes long and there is nothing wrong with it. Nothing is
+    # tokenised for a run that has no place.
+    wanted = not problems or (settings.data.source not in SOURCES and not no_folder)
+    if data is not None and wanted:
         try:
             data.prepare_data()
             data.setup("fit")

@@ -9,13 +9,15 @@ from torch import Tensor
 from model.callbacks import is_log_step
 from model.lit import LitGPT
 
+BYTES_PER_PARAMETER = 4 * 4  # weight, gradient and AdamW's two moments, all in float32
+
 
 class TrainingError(Exception):
     """Sentences, one an argument: what ended the training, and what to do about it."""
 
 
 class FiniteCheck(Callback):
-    """Stops at the first step whose loss or gradient is not finite, and says which tensor was first.
+    """Stops at the first step whose loss or gradient is not finite; says which tensor was first.
 
     LitGPT changes no weights from that step on, so that a GPU is looked at only when it is waited
     for anyway: before a row is logged, which the Recorder after this one does, and before a
@@ -102,12 +104,13 @@ def first_not_finite(model: LitGPT, batch: Tensor) -> str | None:
             found.append(name)
 
     def watch(name: str) -> Any:
+        gradient_name = f"the gradient of the output of {name}"
+
         def after_forward(module, inputs, output) -> None:
             for tensor in output if isinstance(output, tuple) else (output,):
                 look(f"the output of {name}", tensor)
                 if tensor.requires_grad:
-                    what = f"the gradient of the output of {name}"
-                    tensor.register_hook(lambda gradient: look(what, gradient))
+                    tensor.register_hook(lambda gradient: look(gradient_name, gradient))
 
         return after_forward
 
@@ -138,7 +141,12 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def memory_advice(
-    step: int, batch_size: int, micro_batches: int, interval: int | None, peak: int | None
+    step: int,
+    batch_size: int,
+    micro_batches: int,
+    interval: int | None,
+    parameters: int,
+    peak: int | None,
 ) -> TrainingError:
     """What to say when memory ran out in step `step`.
 
@@ -146,15 +154,21 @@ def memory_advice(
         batch_size: Sequences of a micro-batch.
         micro_batches: How many of them are a step.
         interval: Micro-batches between validations.
+        parameters: Of the model.
         peak: Bytes that were allocated at most, None on a CPU.
     """
     where = "The GPU's memory" if peak is not None else "Memory"
     at = f", with {peak / 2**30:.2f} GiB allocated at the peak" if peak is not None else ""
-    happened = f"{where} ran out in step {step}{at}, for micro-batches of {batch_size} sequences."
+    fixed = parameters * BYTES_PER_PARAMETER / 2**30
+    happened = (
+        f"{where} ran out in step {step}{at}, for micro-batches of {batch_size} sequences. "
+        f"Weights, gradients and the optimizer's state take {fixed:.2f} GiB for any batch."
+    )
     if batch_size == 1:
         return TrainingError(
             happened,
-            "Not even one sequence fits: lower data.context, model.n_layer or model.n_embd.",
+            "Not even one sequence fits: a smaller data.context, model.n_layer or model.n_embd is "
+            "needed, or a 16-bit trainer.precision.",
         )
     parts = next(n for n in range(2, batch_size + 1) if batch_size % n == 0)
     flags = [
