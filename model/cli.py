@@ -1,6 +1,9 @@
 """The command line of train.py: one parser for flags and YAML, and one list of what is wrong."""
 
 import argparse
+import inspect
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,29 @@ def build_parser() -> ArgumentParser:
     )
     parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
     return parser
+
+
+def command(function: Callable[..., None], prog: str, argv: list[str] | None = None) -> int:
+    """Call `function` with flags from the command line, its docstring being their help.
+
+    Returns the exit status: 0, 2 for bad input, told in sentences, 130 after Ctrl-C.
+    """
+    parser = ArgumentParser(
+        prog=prog,
+        exit_on_error=False,
+        allow_abbrev=False,
+        description=inspect.getdoc(function).split("\n\nArgs:")[0],
+    )
+    parser.add_function_arguments(function)
+    try:
+        function(**parser.parse_args(argv).as_dict())
+    except (ArgumentError, UserError, OSError) as error:
+        sentences = error.args if isinstance(error, UserError) else [sentence(error)]
+        print("\n".join(f"error: {text}" for text in sentences), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def _default_config() -> Path:

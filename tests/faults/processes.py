@@ -151,6 +151,7 @@ class Trials:
         """
         self._count += 1
         output = self.folder / f"output-{self._count}.txt"
+        output.touch()  # it may be killed before it writes
         argv = ["--config", str(self.config), "--name", NAME]
         argv += ["--trainer.default_root_dir", str(root), *flags]
         steps, say_step = CONTEXT.Pipe(duplex=False)
@@ -180,6 +181,8 @@ class Trials:
 
     def differs(self, run: Path) -> str | None:
         """What differs from the undisturbed run, bit for bit, or None."""
+        if not (run / "last.ckpt").exists():
+            return f"there is no {run / 'last.ckpt'}"
         expected, got = (read_metrics(r / "metrics.csv") for r in (self.reference, run))
         for key in ("loss", "val_loss"):
             values = {step: row[key] for step, row in expected.items() if key in row}

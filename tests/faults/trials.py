@@ -60,11 +60,13 @@ def killed(trials: Trials, fault: str, times: int, kill: Callable[[Path], bool])
         seen["with a checkpoint"] += (run / "last.ckpt").exists()
         seen["with half a file"] += any(run.glob(".tmp-*"))
         again = trials.again(root).end()
-        outcome.check(again.status == 0, again.shown)
-        if again.status == 0 and (difference := trials.differs(run)):
+        over = "steps already" in again.shown
+        seen["after the last step"] += over
+        outcome.check(again.status == 0 or over, again.shown)
+        if difference := trials.differs(run):
             outcome.lost.append(difference)
-        outcome.check(not any(run.glob(".*")), f"something temporary in {run}")
-    outcome.message = ", ".join(f"{count} {what}" for what, count in seen.items()) + " left behind"
+        outcome.check(over or not any(run.glob(".*")), f"something temporary in {run}")
+    outcome.message = "killed " + ", ".join(f"{count} {what}" for what, count in seen.items())
     return outcome
 
 
