@@ -19,9 +19,9 @@ class TrainingError(Exception):
 class FiniteCheck(Callback):
     """Stops at the first step whose loss or gradient is not finite; says which tensor was first.
 
-    LitGPT changes no weights from that step on, so that a GPU is looked at only when it is waited
-    for anyway: before a row is logged, which the Recorder after this one does, and before a
-    validation, after which a checkpoint is saved.
+    It looks only when a GPU is waited for anyway: before a row is logged, which the Recorder after
+    this one does, and before a validation. That is soon enough, as LitGPT changes no weight from
+    that step on.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FiniteCheck(Callback):
             return  # a micro-batch before the last one of its step
         self._steps_done = trainer.global_step
         self._grad_norms.append(pl_module.grad_norm)
-        if pl_module.device.type == "cpu" or is_log_step(trainer):
+        if is_log_step(trainer):
             self._look(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -157,13 +157,14 @@ def memory_advice(
         parameters: Of the model.
         peak: Bytes that were allocated at most, None on a CPU.
     """
-    where = "The GPU's memory" if peak is not None else "Memory"
-    at = f", with {peak / 2**30:.2f} GiB allocated at the peak" if peak is not None else ""
-    fixed = parameters * BYTES_PER_PARAMETER / 2**30
-    happened = (
-        f"{where} ran out in step {step}{at}, for micro-batches of {batch_size} sequences. "
-        f"Weights, gradients and the optimizer's state take {fixed:.2f} GiB for any batch."
-    )
+    if peak is None:
+        where, at, fixed = "Memory", "", ""
+    else:
+        where, at = "The GPU's memory", f", with {peak / 2**30:.2f} GiB allocated at the peak"
+        size = parameters * BYTES_PER_PARAMETER / 2**30
+        fixed = f" Weights, gradients and optimizer take {size:.2f} GiB for any batch."
+    happened = f"{where} ran out in step {step}{at}, for micro-batches of {batch_size} sequences."
+    happened += fixed
     if batch_size == 1:
         return TrainingError(
             happened,

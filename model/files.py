@@ -27,7 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())  # mkstemp's files are private
         temporary.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
     finally:
         os.close(fd)
