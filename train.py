@@ -68,8 +68,7 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     ready = instantiate(parser, settings)
     data = checked_data(ready)
     model = build(settings, data)
-    run, checkpoint, resume_step = place(settings, model, data.tokenizer.name)
-    with kept(run):
+    with place(settings, model, data.tokenizer.name) as (run, checkpoint, resume_step):
         if checkpoint:
             tell_changes(parser, settings, checkpoint, resume_step)
         save_config(parser, settings, run)
@@ -135,28 +134,38 @@ def advice(
     )
 
 
+@contextlib.contextmanager
 def place(
     settings: Namespace, model: LitGPT, tokenizer: str
-) -> tuple[Path, Path | None, int | None]:
-    """The run's directory, the checkpoint to start from if any, and the step it was saved at."""
+) -> Iterator[tuple[Path, Path | None, int | None]]:
+    """The run's directory, the checkpoint to start from if any, and the step it was saved at.
+
+    The directory is this process's meanwhile: a checkpoint in it is read when no other can write.
+    """
     root = Path(settings.trainer.default_root_dir)
-    resume = settings.ckpt_path == "last"
-    if resume:
+    if settings.ckpt_path == "last":
         run = last_run(root, settings.name)
-        checkpoint = run / "last.ckpt"
-    else:
-        checkpoint = Path(settings.ckpt_path) if settings.ckpt_path else None
-    micro_batches = settings.trainer.accumulate_grad_batches
-    step = step_to_resume(checkpoint, model, tokenizer, micro_batches) if checkpoint else None
-    if step is not None and step >= settings.trainer.max_steps:
+        with kept(run):
+            checkpoint = run / "last.ckpt"
+            yield run, checkpoint, start_step(checkpoint, settings, model, tokenizer)
+        return
+    checkpoint = Path(settings.ckpt_path) if settings.ckpt_path else None
+    step = start_step(checkpoint, settings, model, tokenizer) if checkpoint else None
+    # The other ranks write nothing, so that they need not know which number the run got.
+    run = new_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
+    with kept(run):
+        yield run, checkpoint, step
+
+
+def start_step(checkpoint: Path, settings: Namespace, model: LitGPT, tokenizer: str) -> int:
+    """The step that training goes on from."""
+    step = step_to_resume(checkpoint, model, tokenizer, settings.trainer.accumulate_grad_batches)
+    if step >= settings.trainer.max_steps:
         raise UserError(
             f"{checkpoint} has been trained for {step} steps already: "
             f"--trainer.max_steps has to be larger."
         )
-    if not resume:
-        # The other ranks write nothing, so that they need not know which number the run got.
-        run = new_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
-    return run, checkpoint, step
+    return step
 
 
 def new_run(root: Path, name: str) -> Path:

@@ -278,6 +278,7 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
         if cache is not None:
             if self in cache:
+                assert T == 1, "several tokens after others would need a mask"
                 k, v = (torch.cat(pair, dim=2) for pair in zip(cache[self], (k, v), strict=True))
             cache[self] = k, v
         # A single token may see all there is; several are the first ones.
