@@ -115,8 +115,13 @@ def fit(
         if not out_of_memory(error):
             raise
         raise advice(settings, trainer, model, recorder) from None
-    summarise(settings, run, trainer, model, recorder, metrics, stopper, sampler)
-    return 0 if stopper.signal is None else 128 + stopper.signal
+    ended_by = stopper.signal
+    try:
+        with stopper.listening():
+            summarise(settings, run, trainer, model, recorder, metrics, ended_by, sampler)
+    except KeyboardInterrupt:  # the second signal
+        ended_by = stopper.signal
+    return 0 if ended_by is None else 128 + ended_by
 
 
 def advice(
@@ -244,7 +249,7 @@ def summarise(
     model: LitGPT,
     recorder: Recorder,
     metrics: MetricsFile,
-    stopper: Stopper,
+    ended_by: signal.Signals | None,
     sampler: Sampler,
 ) -> None:
     """Print the table and the sample; write summary.json and loss.png."""
@@ -257,7 +262,7 @@ def summarise(
         "precision": settings.trainer.precision,
         "stream_dtype": settings.model.stream_dtype,
         "compile": settings.model.compile,
-        "interrupted": stopper.signal is not None,
+        "interrupted": ended_by is not None,
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
         **figures(
             metrics.rows,

@@ -1,8 +1,10 @@
 """What goes on around the training steps: timing, live progress, stopping, sampling."""
 
+import contextlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiktoken import Encoding
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECONDS_BETWEEN_LINES = 10  # of progress where there is no terminal
 
 
@@ -161,15 +164,25 @@ class Stopper(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps_done = trainer.global_step
         # Instead of Lightning's own, which puts back those of before when the training is over.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let what comes after the training finish in the same way."""
+        previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(
-            f"{self.signal.name}: finishing this step, saving and validating. "
+            f"{self.signal.name}: finishing this step, saving, validating and reporting. "
             f"Ctrl-C, or another signal, stops at once."
         )
 

@@ -222,15 +222,18 @@ def signalled(trials: Trials, times: int, number: signal.Signals, twice: bool) -
         root = trials.root()
         start = trials.start(root)
         start.steps.recv()
-        start.process.join(trials.random.uniform(0, 0.6 * trials.seconds["training"]))
+        start.process.join(trials.random.uniform(0, trials.seconds["training"]))
         start.send(number)
         if twice:
             start.send(number)
         result = start.end()
-        if result.status == 0:
+        if "Written to" in result.shown and f"{number.name}: finishing" not in result.shown:
             continue  # it was over before
         outcome.tried += 1
-        outcome.check_result(result, 128 + number, "Written to", f"{number.name}: finishing")
+        if result.status == 0:
+            continue  # it came while the summary was written
+        outcome.check_result(result, 128 + number, f"{number.name}: finishing")
+        outcome.check(twice or "Written to" in result.shown, f"no report: {result.shown}")
         again = trials.again(root).end()
         done = "steps already" in again.shown  # the signal came in the last step
         outcome.check(again.status == 0 or done, again.shown)
