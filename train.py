@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
@@ -23,30 +24,40 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 
+from data import TextDataModule
 from model import LitGPT
 from model.callbacks import LiveProgress, Recorder, Sampler, Stopper
-from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, read_checkpoint
-from model.cli import UserError, checked_data, instantiate, last_run, parse
+from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, step_to_resume
+from model.cli import UserError, changed_settings, checked_data, instantiate, last_run, parse
 from model.environment import environment
-from model.files import create_run, replacing
+from model.faults import FiniteCheck, TrainingError, memory_advice, out_of_memory
+from model.files import create_run, owned, replacing
 from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, write_json
 
-BAD_INPUT, INTERRUPTED = 2, 128 + signal.SIGINT
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 SECONDS_TO_END = 5
-CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+CANNOT_WRITE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
+    *(errno.EROFS, errno.EACCES, errno.EPERM),  # not allowed
+    *(errno.EIO, errno.ESTALE, errno.ENODEV),  # gone or broken
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; returns the exit status: 0, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Train; returns the exit status.
+
+    0 at the end, 1 if training cannot go on, 2 for bad input or a disk that cannot be written, 130
+    after Ctrl-C, 143 after SIGTERM.
+    """
     quieten()
     try:
         parser, settings = parse(sys.argv[1:] if argv is None else argv)
         return train(parser, settings)
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT if isinstance(error, UserError) else FAILED
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
@@ -60,50 +71,111 @@ def train(parser: ArgumentParser, settings: Namespace) -> int:
     """One run from checked settings to the summary; returns the exit status."""
     ready = instantiate(parser, settings)
     data = checked_data(ready)
+    model = build(settings, data)
+    with place(settings, model, data.tokenizer.name) as (run, checkpoint, resume_step):
+        if checkpoint:
+            tell_changes(parser, settings, checkpoint, resume_step)
+        save_config(parser, settings, run)
+        return fit(ready, model, data, run, checkpoint, resume_step)
+
+
+def build(settings: Namespace, data: TextDataModule) -> LitGPT:
+    """The model that the settings describe, with the weights of its seed."""
     seed_everything(settings.seed_everything, verbose=False)
-    model = LitGPT(
-        **settings.model, context=data.context, vocab_size=data.vocab_size, norm=settings.norm
-    )
-    run, checkpoint, resume_step = place(settings, model)
-    save_config(parser, settings, run)
+    try:
+        return LitGPT(
+            **settings.model, context=data.context, vocab_size=data.vocab_size, norm=settings.norm
+        )
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise TrainingError("Memory ran out while the model was built: make it smaller.") from None
+
+
+def fit(
+    settings: Namespace,
+    model: LitGPT,
+    data: TextDataModule,
+    run: Path,
+    checkpoint: Path | None,
+    resume_step: int | None,
+) -> int:
+    """Train in the directory `run` and summarise; returns the exit status."""
     recorder, stopper, sampler = Recorder(), Stopper(), Sampler(data.tokenizer)
     metrics = MetricsFile(run / "metrics.csv", resume_step)
-    callbacks = [stopper, recorder, sampler]
-    if ready.trainer.enable_progress_bar is not False:
+    callbacks = [stopper, FiniteCheck(), recorder, sampler]
+    if settings.trainer.enable_progress_bar is not False:
         callbacks.append(LiveProgress(recorder))
     loggers = [metrics, EventsFile(run, resume_step)]
-    if ready.trainer.enable_checkpointing is not False:
+    if settings.trainer.enable_checkpointing is not False:
         callbacks += checkpoints(run, metrics)
-    trainer = build_trainer(ready.trainer, loggers, callbacks)
+    trainer = build_trainer(settings.trainer, loggers, callbacks)
     atexit.register(end_other_ranks, trainer)  # after a traceback, if there is one, is shown
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except SystemExit:  # Lightning's answer to a signal that could not wait
         if stopper.signal is None:
             raise
-    summarise(settings, run, trainer, model, recorder, metrics, stopper, sampler)
-    return 0 if stopper.signal is None else 128 + stopper.signal
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise advice(settings, trainer, model, recorder) from None
+    ended_by = stopper.signal
+    try:
+        with stopper.listening():
+            summarise(settings, run, trainer, model, recorder, metrics, ended_by, sampler)
+    except KeyboardInterrupt:  # the second signal
+        ended_by = stopper.signal
+    return 0 if ended_by is None else 128 + ended_by
 
 
-def place(settings: Namespace, model: LitGPT) -> tuple[Path, Path | None, int | None]:
-    """The run's directory, the checkpoint to start from if any, and the step it was saved at."""
+def advice(
+    settings: Namespace, trainer: Trainer, model: LitGPT, recorder: Recorder
+) -> TrainingError:
+    """What to say when memory has run out."""
+    options = settings.trainer
+    return memory_advice(
+        trainer.global_step + 1,
+        settings.data.batch_size,
+        options.accumulate_grad_batches,
+        options.val_check_interval,
+        sum(p.numel() for p in model.gpt.parameters()),
+        recorder.memory.get("allocated"),
+    )
+
+
+@contextlib.contextmanager
+def place(
+    settings: Namespace, model: LitGPT, tokenizer: str
+) -> Iterator[tuple[Path, Path | None, int | None]]:
+    """The run's directory, the checkpoint to start from if any, and the step it was saved at.
+
+    The directory is this process's meanwhile: a checkpoint in it is read when no other can write.
+    """
     root = Path(settings.trainer.default_root_dir)
-    resume = settings.ckpt_path == "last"
-    if resume:
+    if settings.ckpt_path == "last":
         run = last_run(root, settings.name)
-        checkpoint = run / "last.ckpt"
-    else:
-        checkpoint = Path(settings.ckpt_path) if settings.ckpt_path else None
-    step = read_checkpoint(checkpoint, model) if checkpoint else None
-    if step is not None and step >= settings.trainer.max_steps:
+        with kept(run):
+            checkpoint = run / "last.ckpt"
+            yield run, checkpoint, start_step(checkpoint, settings, model, tokenizer)
+        return
+    checkpoint = Path(settings.ckpt_path) if settings.ckpt_path else None
+    step = start_step(checkpoint, settings, model, tokenizer) if checkpoint else None
+    # The other ranks write nothing, so that they need not know which number the run got.
+    run = new_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
+    with kept(run):
+        yield run, checkpoint, step
+
+
+def start_step(checkpoint: Path, settings: Namespace, model: LitGPT, tokenizer: str) -> int:
+    """The step that training goes on from."""
+    step = step_to_resume(checkpoint, model, tokenizer, settings.trainer.accumulate_grad_batches)
+    if step >= settings.trainer.max_steps:
         raise UserError(
             f"{checkpoint} has been trained for {step} steps already: "
             f"--trainer.max_steps has to be larger."
         )
-    if not resume:
-        # The other ranks write nothing, so that they need not know which number the run got.
-        run = new_run(root, settings.name) if rank_zero_only.rank == 0 else root / settings.name
-    return run, checkpoint, step
+    return step
 
 
 def new_run(root: Path, name: str) -> Path:
@@ -113,13 +185,40 @@ def new_run(root: Path, name: str) -> Path:
         raise UserError(f"There cannot be a folder {root / name}: {error.strerror}.") from None
 
 
+@contextlib.contextmanager
+def kept(run: Path) -> Iterator[None]:
+    """The run's directory for this process alone, and for the other ranks that belong to it."""
+    if rank_zero_only.rank != 0:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owned(run))
+        except BlockingIOError:
+            raise UserError(f"{run} is in use: another process trains in it.") from None
+        yield
+
+
+@rank_zero_only
+def tell_changes(parser: ArgumentParser, settings: Namespace, checkpoint: Path, step: int) -> None:
+    """Print what is other than in the run that the checkpoint is from."""
+    changes = changed_settings(checkpoint.parent / "config.yaml", dump(parser, settings))
+    print(f"Going on from {checkpoint}, of step {step}{', with' if changes else '.'}")
+    for change in changes:
+        print(f"  {change}")
+
+
 @rank_zero_only
 def save_config(parser: ArgumentParser, settings: Namespace, run: Path) -> None:
     """Write the settings in full as config.yaml, from which the same run can be started again."""
+    with replacing(run / "config.yaml") as temporary:
+        temporary.write_text(dump(parser, settings))
+
+
+def dump(parser: ArgumentParser, settings: Namespace) -> str:
     resolved = settings.clone()
     resolved.ckpt_path = resolved.config = None
-    with replacing(run / "config.yaml") as temporary:
-        temporary.write_text(parser.dump(resolved, skip_unset=False))
+    return parser.dump(resolved, skip_unset=False)
 
 
 def checkpoints(run: Path, metrics: MetricsFile) -> list[Callback]:
@@ -168,7 +267,7 @@ def summarise(
     model: LitGPT,
     recorder: Recorder,
     metrics: MetricsFile,
-    stopper: Stopper,
+    ended_by: signal.Signals | None,
     sampler: Sampler,
 ) -> None:
     """Print the table and the sample; write summary.json and loss.png."""
@@ -182,7 +281,7 @@ def summarise(
         "stream_dtype": settings.model.stream_dtype,
         "compile": settings.model.compile,
         "norm_recompute": settings.model.norm_recompute,
-        "interrupted": stopper.signal is not None,
+        "interrupted": ended_by is not None,
         "parameters": sum(p.numel() for p in model.gpt.parameters()),
         **figures(
             metrics.rows,
@@ -198,14 +297,13 @@ def summarise(
         "environment": about,
         "step_ms_samples": recorder.step_ms,
     }
-    write_json(summary, run / "summary.json")
-    plot_loss(metrics.rows, run / "loss.png", f"{run.name}: norm {settings.norm}")
-    console = Console()
-    console.print(table(summary))
+    Console().print(table(summary))
     if summary["note"]:
         print(summary["note"])
     if sampler.text:
         print(f"\nSample:\n{sampler.text}\n")
+    write_json(summary, run / "summary.json")
+    plot_loss(metrics.rows, run / "loss.png", f"{run.name}: norm {settings.norm}")
     print(f"Written to {run}/")
 
 

@@ -1,8 +1,10 @@
 """What goes on around the training steps: timing, live progress, stopping, sampling."""
 
+import contextlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tiktoken import Encoding
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECONDS_BETWEEN_LINES = 10  # of progress where there is no terminal
 
 
@@ -156,19 +159,29 @@ class Stopper(Callback):
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._steps_done = 0
-        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps_done = trainer.global_step
-        for number in (signal.SIGINT, signal.SIGTERM):  # the latter instead of Lightning's handler
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        # Instead of Lightning's own, which puts back those of before when the training is over.
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Let what comes after the training finish in the same way."""
+        previous = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(
-            f"{self.signal.name}: finishing this step and validating. "
+            f"{self.signal.name}: finishing this step, saving, validating and reporting. "
             f"Ctrl-C, or another signal, stops at once."
         )
 
@@ -184,10 +197,6 @@ class Stopper(Callback):
         if stop or trainer.global_step == trainer.max_steps:
             trainer.should_stop = True  # Lightning validates before it stops
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
-
     def on_exception(self, trainer, pl_module, exception) -> None:
         if self.signal is None and isinstance(exception, KeyboardInterrupt):
             self.signal = signal.SIGINT
@@ -196,7 +205,9 @@ class Stopper(Callback):
 
 
 class Sampler(Callback):
-    """Lets the trained model write a little, on all ranks: each may hold but a part of it.
+    """Lets the trained model write a little, on all ranks, since each may hold but a part of it.
+
+    Notes in checkpoints which tokenizer the model speaks.
 
     Attributes:
         text: What it wrote; empty if training did not get that far.
@@ -205,6 +216,9 @@ class Sampler(Callback):
     def __init__(self, tokenizer: Encoding, n_new: int = 120, seed: int = 1337) -> None:
         self.tokenizer, self.n_new, self.seed = tokenizer, n_new, seed
         self.text = ""
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        checkpoint["tokenizer"] = self.tokenizer.name
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         device = pl_module.device

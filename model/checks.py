@@ -1,6 +1,8 @@
 """What can be wrong with the norm and the trainer's options: one sentence a problem."""
 
 import copy
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +70,20 @@ def trial_problems(settings: Namespace) -> list[str]:
     return []
 
 
+def folder_problems(settings: Namespace) -> list[str]:
+    """Why there can be no folder for the run that can be written, if there can be none."""
+    if settings.trainer.default_root_dir is None:
+        return ["trainer.default_root_dir has to be a folder; it gets one for each run."]
+    root, name = Path(settings.trainer.default_root_dir), settings.name
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".tmp-") as folder:
+            (Path(folder) / name).mkdir()
+    except OSError as error:
+        return [f"There cannot be a folder {root / name}: {error.strerror} ({there})."]
+    return []
+
+
 def trainer_problems(settings: Namespace) -> list[str]:
     """What is wrong with settings.trainer, alone and together with settings.model."""
     trainer, problems = settings.trainer, []
@@ -79,8 +95,6 @@ def trainer_problems(settings: Namespace) -> list[str]:
     else:
         problems += _strategy_problems(strategy, settings.model.compile)
     problems += _monitor_problems(trainer.callbacks)
-    if trainer.default_root_dir is None:
-        problems.append("trainer.default_root_dir has to be a folder; it gets one for each run.")
     if trainer.overfit_batches:
         problems.append(
             "trainer.overfit_batches has no effect on data that never ends: use a short text as "

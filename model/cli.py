@@ -1,6 +1,9 @@
 """The command line of train.py: one parser for flags and YAML, and one list of what is wrong."""
 
 import argparse
+import inspect
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,14 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
 
 from data import TextDataModule
-from model.checks import norm_problems, on_gpu, sentence, trainer_problems, trial_problems
+from model.checks import (
+    folder_problems,
+    norm_problems,
+    on_gpu,
+    sentence,
+    trainer_problems,
+    trial_problems,
+)
 from model.files import newest_run
 from model.gpt import config_problems
 from model.lit import LitGPT, training_problems
@@ -173,6 +183,29 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def command(function: Callable[..., None], prog: str, argv: list[str] | None = None) -> int:
+    """Call `function` with flags from the command line, its docstring being their help.
+
+    Returns the exit status: 0, 2 for bad input, told in sentences, 130 after Ctrl-C.
+    """
+    parser = ArgumentParser(
+        prog=prog,
+        exit_on_error=False,
+        allow_abbrev=False,
+        description=inspect.getdoc(function).split("\n\nArgs:")[0],
+    )
+    parser.add_function_arguments(function)
+    try:
+        function(**parser.parse_args(argv).as_dict())
+    except (ArgumentError, UserError, OSError) as error:
+        sentences = error.args if isinstance(error, UserError) else [sentence(error)]
+        print("\n".join(f"error: {text}" for text in sentences), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
 def _default_config() -> Path:
     if torch.cuda.is_available():
         return CONFIGS / "small.yaml"
@@ -198,10 +231,34 @@ def last_run(root: Path, name: str) -> Path:
         )
     if not (run / "last.ckpt").exists():
         raise UserError(
-            f"{run}, the newest run of this name, has no checkpoint yet; name one by its path "
-            f"with --ckpt_path."
+            f"{run}, the newest run of this name, has no checkpoint yet: start it again without "
+            f"--ckpt_path, or name a checkpoint by its path."
         )
     return run
+
+
+def changed_settings(config: Path, now: str) -> list[str]:
+    """What differs between a run's config.yaml, if it is there, and the settings in `now`, YAML."""
+    try:
+        before = _flat(yaml.safe_load(config.read_text()))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    after = _flat(yaml.safe_load(now))
+    return [
+        f"{key} {after[key]} instead of {before[key]}"
+        for key in sorted(before.keys() & after.keys() - {"name"})
+        if before[key] != after[key]
+    ]
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    if not isinstance(settings, dict):
+        return {prefix: settings}
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat
 
 
 def _name_of(run: Path) -> str | None:
@@ -233,7 +290,8 @@ def checked_data(settings: Namespace) -> TextDataModule:
     Raises:
         UserError: with a sentence for every mistake in norm, model, data, precision and trainer.
     """
-    problems = norm_problems(settings.norm) + trainer_problems(settings)
+    no_folder = folder_problems(settings)
+    problems = no_folder + norm_problems(settings.norm) + trainer_problems(settings)
     if not MIN_SEED <= settings.seed_everything <= MAX_SEED:
         problems.append(
             f"seed_everything is {settings.seed_everything}; it has to be from {MIN_SEED} to "
@@ -253,8 +311,9 @@ def checked_data(settings: Namespace) -> TextDataModule:
     problems += training_problems(**settings.model)
     if not problems:
         problems += trial_problems(settings)
-    # To fetch and read another source takes long and there is nothing wrong with it.
-    if data is not None and (not problems or data.is_own_files):
+    # To fetch and read a named source takes long and there is nothing wrong with it. Nothing is
+    # tokenised for a run that has no place.
+    if data is not None and (not problems or (data.is_own_files and not no_folder)):
         try:
             data.prepare_data()
             data.setup("fit")

@@ -1,27 +1,37 @@
 """Files that are either whole or absent, and a directory for every run."""
 
 import contextlib
+import fcntl
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_TEMPORARY = ".tmp-"
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` to write to, which takes its place when the block ends.
 
-    If the block raises, `path` is left as it was and the temporary file is removed.
+    If the block raises, `path` is left as it was and the temporary file is removed. An OSError
+    that says no file, as a full disk's does, gets the name of this one.
     """
-    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(fd)
+    prefix = f"{_TEMPORARY}{path.stem}-"
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=path.suffix)
     temporary = Path(name)
     try:
         yield temporary
+        os.fsync(fd)  # a rename that outlives a power cut should not outlive the content
         temporary.chmod(0o666 & ~_umask())  # mkstemp's files are private
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
+        os.close(fd)
         temporary.unlink(missing_ok=True)
 
 
@@ -29,6 +39,30 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Keeps `folder` for this process, and removes what a killed one left half-written in it.
+
+    The system takes the lock back when the process dies, however it dies.
+
+    Raises:
+        BlockingIOError: if another process has the folder.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # some network file systems lock no folders
+        for leftover in folder.glob(f"{_TEMPORARY}*"):
+            leftover.unlink()
+        yield
+    finally:
+        os.close(fd)
 
 
 def create_run(root: Path, name: str) -> Path:

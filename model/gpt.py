@@ -16,6 +16,9 @@ from model.recompute import recomputed
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# Keys (rotated) and values of the positions read so far, (B, H, T, D) each, by attention module.
+Cache = dict[nn.Module, tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -131,24 +134,29 @@ class GPT(nn.Module):
                 writes_to_stream = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 nn.init.normal_(parameter, std=branch_std if writes_to_stream else 0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Logits of the next token at every position, or their loss against `targets`.
 
         Args:
             tokens: int64 (B, T) with T <= context.
             targets: int64 (B, T), the ids that follow.
+            cache: What has been read so far, an empty dict in the beginning; `tokens` come after
+                it, are added to it, and are a single one a row if there is something before them.
 
         Returns:
             Logits (B, T, padded vocabulary), or with targets the mean cross-entropy in nats, a
             float32 scalar (float64 in a float64 model).
         """
-        length, context = tokens.shape[1], self.config.context
-        if length > context:
-            raise ValueError(f"tokens has {length} positions; the model's context is {context}")
-        rotary = self.cos[:length], self.sin[:length]
+        start = next(iter(cache.values()))[0].shape[2] if cache else 0
+        end, context = start + tokens.shape[1], self.config.context
+        if end > context:
+            raise ValueError(f"tokens has {end} positions; the model's context is {context}")
+        rotary = self.cos[start:end], self.sin[start:end]
         branch, stream = None, self.embedding(tokens).to(self.stream_dtype)
         for block in self.blocks:
-            branch, stream = block(branch, stream, rotary)
+            branch, stream = block(branch, stream, rotary, cache)
         h, stream = self.final_norm(branch, stream)
         with recomputed(self.config.norm_recompute, self.final_norm, h, branch, stream):
             logits = self.head(h)
@@ -167,32 +175,60 @@ class GPT(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        end: int | None = None,
     ) -> Tensor:
-        """Sample `n_new` tokens after each row of `tokens`, reading the last `context` of them.
+        """Sample `n_new` tokens after each row of `tokens`.
+
+        Each token is predicted from all before it while they fit the context, of longer `tokens`
+        from the last `context`. When the context is full, the window slides: the older half of it
+        is dropped and the rest read anew, so that from then on a token is predicted from half a
+        context to a whole one. Keys and values are kept meanwhile, a new token is read once.
 
         Args:
             tokens: int64 (B, T), T >= 1.
             n_new: How many tokens to append.
-            temperature: Divides the logits; above 0, and smaller is less random.
+            temperature: Divides the logits; smaller is less random, 0 takes the most probable.
             top_k: Sample from the k most probable tokens only.
             generator: Source of randomness, on the device of `tokens`.
+            end: An id after which a row has only this id; ends early when all rows have come to it.
 
         Returns:
-            int64 (B, T + n_new), every new id below `vocab_size`.
+            int64 (B, at most T + n_new), every new id below `vocab_size`.
         """
-        if temperature <= 0:
-            raise ValueError(f"temperature is {temperature}; it has to be above 0")
+        if temperature < 0:
+            raise ValueError(f"temperature is {temperature}; it has to be at least 0")
         if top_k is not None and top_k < 1:
             raise ValueError(f"top_k is {top_k}; it has to be at least 1")
+        ended = torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)
+        cache: Cache = {}
+        unread, read = tokens[:, -self.config.context :], 0
         for _ in range(n_new):
-            logits = self(tokens[:, -self.config.context :])[:, -1]
-            logits = logits[:, : self.config.vocab_size].float() / temperature
-            if top_k is not None and top_k < logits.shape[-1]:
-                kth = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            new = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
-            tokens = torch.cat([tokens, new], dim=1)
+            if read + unread.shape[1] > self.config.context:
+                cache, read = {}, 0
+                unread = tokens[:, -(self.config.context // 2 + 1) :]
+            logits = self(unread, cache=cache)[:, -1, : self.config.vocab_size].float()
+            read += unread.shape[1]
+            unread = pick(logits, temperature, top_k, generator)
+            if end is not None:
+                unread = unread.masked_fill(ended, end)
+                ended |= unread == end
+            tokens = torch.cat([tokens, unread], dim=1)
+            if ended.all():
+                break
         return tokens
+
+
+def pick(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """An id for each row of `logits` (B, vocabulary), int64 (B, 1), as `GPT.generate` says."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
 
 
 class Block(nn.Module):
@@ -207,14 +243,18 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor | None, stream: Tensor, rotary: tuple[Tensor, Tensor]
+        self,
+        x: Tensor | None,
+        stream: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         if x is None:  # the first norm of the model has no branch to add
             h = self.norm1(stream)
         else:
             h, stream = self.norm1(x, stream)
         with recomputed(self.norm_recompute, self.norm1, h, x, stream):
-            x = self.attn(h, rotary)
+            x = self.attn(h, rotary, cache)
         h, stream = self.norm2(x, stream)
         with recomputed(self.norm_recompute, self.norm2, h, x, stream):
             x = self.mlp(h)
@@ -234,7 +274,9 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps, norm=config.norm)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps, norm=config.norm)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: Cache | None = None
+    ) -> Tensor:
         B, T, C = x.shape
         # Views of one buffer, (B, T, H, D) each: the norm reads such strided rows in place.
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, self.head_dim).unbind(2)
@@ -242,7 +284,13 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if cache is not None:
+            if self in cache:
+                assert T == 1, "several tokens after others would need a mask"
+                k, v = (torch.cat(pair, dim=2) for pair in zip(cache[self], (k, v), strict=True))
+            cache[self] = k, v
+        # A single token may see all there is; several are the first ones.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 

@@ -92,6 +92,7 @@ class LitGPT(LightningModule):
             self.gpt.compile(**self.compile_options)
         self.val_loss = MeanMetric()
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        self._diverged: Tensor | None = None  # whether a gradient was not finite so far
 
     @property
     def compile_options(self) -> dict[str, Any]:
@@ -199,6 +200,15 @@ class LitGPT(LightningModule):
                 saved_group["params"] = ours
             saved["state"] = {new[key]: state for key, state in saved["state"].items()}
 
+    def on_train_start(self) -> None:
+        """Have a resumed optimizer and schedule follow the settings of now, not the saved ones."""
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        lr, decays = self.hparams.lr, (self.hparams.weight_decay, 0.0)
+        schedule.base_lrs = [lr] * len(decays)
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group |= {"initial_lr": lr, "betas": self.hparams.betas, "weight_decay": decay}
+            group["lr"] = lr * schedule.lr_lambdas[0](schedule.last_epoch)
+
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip the gradient.
 
@@ -211,6 +221,20 @@ class LitGPT(LightningModule):
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
         self.grad_norm = clip_gradients(self.gpt.parameters(), self.hparams.grad_clip)
+        if scaler is None:  # which leaves out such steps by itself
+            self._keep_weights_if_diverged(optimizer)
+
+    def _keep_weights_if_diverged(self, optimizer: Optimizer) -> None:
+        """Take no step from the first gradient on that is not finite, without waiting for a GPU.
+
+        So the weights are the last good ones when model.faults.FiniteCheck looks at them.
+        """
+        bad = ~self.grad_norm.isfinite()
+        self._diverged = bad if self._diverged is None else self._diverged | bad
+        if optimizer.param_groups[0]["fused"]:
+            optimizer.found_inf = self._diverged.float()  # what GradScaler gives it as well
+        elif self._diverged:
+            optimizer.zero_grad()  # a weight without a gradient is left alone
 
 
 def training_problems(

@@ -191,6 +191,37 @@ def test_last_is_the_newest_run_that_began_under_this_name(run, tmp_path):
     assert set(losses(tmp_path / "mine-2")) == {1, 2}
 
 
+class Spoil(Callback):
+    """Makes the MLP's gradient infinite, in step `step` alone."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        spoilt = trainer.global_step == self.step - 1
+        pl_module.gpt.blocks[0].mlp.up.weight.register_hook(
+            lambda gradient: gradient / 0 if spoilt else gradient
+        )
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_is_not_finite_is_found_later_and_changes_nothing(
+    run, tmp_path, capsys, micro_batches
+):
+    spoil = {"class_path": f"{__name__}.Spoil", "init_args": {"step": 6}}
+    flags = ["--trainer.log_every_n_steps", "5", "--trainer.val_check_interval", "8"]
+    flags += ["--trainer.accumulate_grad_batches", str(micro_batches)]
+    assert run("--name", "whole", *flags) == 0
+    assert run("--name", "parts", *flags, "--trainer.callbacks", json.dumps([spoil])) == 1
+    shown = capsys.readouterr().err
+    assert "Step 6 has a loss of 4." in shown or "Step 6 has a loss of 5." in shown
+    assert "a gradient of norm inf" in shown or "a gradient of norm nan" in shown
+    assert set(losses(tmp_path / "parts")) == {1, 5}
+    if micro_batches == 2:  # a validation, and with it a checkpoint, came before
+        assert run("--name", "parts", *flags, "--ckpt_path", "last") == 0
+        assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 class FailAfter(Callback):
     """Raises before step `step` + 1."""
 
@@ -450,6 +481,16 @@ def test_a_checkpoint_of_another_shape(run, tmp_path, capsys):
     assert "n_layer 1, but 2" in shown
 
 
+def test_a_resumed_run_follows_the_new_learning_rate(run, tmp_path, capsys):
+    assert run("--name", "whole", "--model.lr", "0.02") == 0
+    assert run("--name", "parts", *interrupt(5)) == 130
+    assert run("--name", "parts", "--ckpt_path", "last", "--model.lr", "0.02") == 0
+    assert "model.lr 0.02 instead of 0.001" in capsys.readouterr().out
+    parts, whole = (losses(tmp_path / name, "lr") for name in ("parts", "whole"))
+    assert {step: parts[step] for step in range(6, 13)} == {s: whole[s] for s in range(6, 13)}
+    assert parts[5] < whole[5]
+
+
 def test_a_run_that_is_finished_is_not_resumed(run, capsys):
     assert run() == 0
     assert run("--ckpt_path", "last") == 2
@@ -457,8 +498,8 @@ def test_a_run_that_is_finished_is_not_resumed(run, capsys):
 
 
 def test_a_full_disk(run, tmp_path, capsys, monkeypatch):
-    def full(checkpoint, path):
-        Path(path).write_bytes(b"half of it")
+    def full(checkpoint, file):
+        file.write(b"half of it")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)

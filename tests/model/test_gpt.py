@@ -213,11 +213,60 @@ def test_generate_is_reproducible_and_obeys_top_k():
         greedy = torch.cat([greedy, best], 1)
     assert torch.equal(sample(top_k=1), greedy)
     assert torch.equal(sample(temperature=1e-4), greedy)
+    assert torch.equal(sample(temperature=0.0), greedy)
     assert not torch.equal(sample(), greedy)
 
 
 @pytest.mark.parametrize(
-    ("options", "match"), [({"temperature": 0.0}, "temperature is 0"), ({"top_k": 0}, "top_k is 0")]
+    ("norm", "length", "context"),
+    [("eager", 5, 24), ("eager", 40, 24), ("eager", 3, 1), ("eager", 2, 7), ("triton", 2, 7)],
+)
+def test_keys_and_values_that_are_kept_change_no_token(norm, length, context, device):
+    """Against reading the whole window again for every token, far past the context."""
+    model = gpt(norm, n_layer=1, context=context, qk_norm=True).to(device)
+    with torch.no_grad():  # logits far enough apart that a last bit decides nothing
+        model.embedding.weight.mul_(50)
+    ids = tokens(length=length).to(device)
+    generator = torch.Generator(device).manual_seed(3)
+    n_new = 30 if norm == "eager" or device.type == "cuda" else 10  # the interpreter is slow
+    expected, start = ids, max(0, length - context)
+    for _ in range(n_new):
+        if expected.shape[1] - start > context:
+            start = expected.shape[1] - (context // 2 + 1)
+        logits = model(expected[:, start:])[:, -1, :100].float()
+        new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        expected = torch.cat([expected, new], 1)
+    got = model.generate(ids, n_new, generator=torch.Generator(device).manual_seed(3))
+    assert torch.equal(got, expected)
+
+
+def test_a_kept_token_is_not_read_again():
+    model, read = gpt(), []
+    model.blocks[0].attn.register_forward_hook(lambda _, i, o: read.append(o.shape[1]))
+    model.generate(tokens(length=20), 8)
+    assert read == [20, 1, 1, 1, 1, 13, 1, 1]  # 24 are full; half of them and the newest
+
+
+def test_generate_stops_at_the_end_of_text():
+    model, prompt = gpt(), tokens(batch=3, length=4)
+
+    def written(rows, **options):
+        generator = torch.Generator().manual_seed(3)
+        return model.generate(prompt[:rows], 60, generator=generator, **options)[:, 4:].tolist()
+
+    free = written(3)
+    end = free[0][9]
+    for row, whole in zip(written(3, end=end), free, strict=True):
+        kept = whole.index(end) if end in whole else len(whole)
+        assert row == (whole[:kept] + [end] * 60)[: len(row)]
+    assert any(end not in whole for whole in free)  # a row that goes on while others have ended
+    (alone,) = written(1)
+    assert written(1, end=alone[9]) == [alone[: alone.index(alone[9]) + 1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"temperature": -1.0}, "temperature is -1"), ({"top_k": 0}, "top_k is 0")],
 )
 def test_generate_refuses(options, match):
     with pytest.raises(ValueError, match=match):

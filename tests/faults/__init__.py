@@ -1,0 +1,1 @@
+"""Faults tried for real: `python -m tests.faults` prints what becomes of a run under each."""
