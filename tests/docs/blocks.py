@@ -1,4 +1,4 @@
-"""The code blocks of README.md and docs/: shell commands and Python, as a reader would copy them."""
+"""The code blocks of README.md and docs/: shell commands and Python, as a reader copies them."""
 
 import re
 import shlex

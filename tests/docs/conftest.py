@@ -1,4 +1,4 @@
-"""A folder like a reader's: the checkout's configs and results, texts, runs, a norm of their own."""
+"""A folder like a reader's: the checkout's configs and results, texts, a norm of their own."""
 
 import contextlib
 import json
