@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compare import child
+from compare import child, memory
 from compare.setup import from_config
 from tests.docs.blocks import ALL, ROOT
 
@@ -29,7 +29,7 @@ TINY = {
     "trainer.max_steps": 2,
     "trainer.val_check_interval": 1,
     "trainer.accumulate_grad_batches": 1,
-    "trainer.accelerator": "cpu",
+    "trainer.accelerator": "auto",
     "trainer.devices": 1,
     "trainer.precision": "32-true",
     "trainer.enable_progress_bar": False,
@@ -89,12 +89,7 @@ def in_this_process(monkeypatch) -> None:
         return json.loads(json.dumps(function(from_config(config), progress, **arguments)))
 
     monkeypatch.setattr(child, "call", call)
-
-
-@contextlib.contextmanager
-def within(folder: Path):
-    with contextlib.chdir(folder):
-        yield folder
+    monkeypatch.setattr(memory, "largest_batch", lambda *_: 1)  # on a GPU it fills the memory
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +98,7 @@ def finished_run(tmp_path_factory, cache) -> Path:
     root = tmp_path_factory.mktemp("finished")
     (root / "text.txt").write_text(TEXT)
     words = ["--name", "finished", "--data.source", "text.txt", "--data.tokenizer", "bytes"]
-    with within(root), pytest.MonkeyPatch.context() as patch:
+    with contextlib.chdir(root), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         assert python("train.py", "--norm", "eager", *words, *small()) == 0
     return root / "runs" / "finished"

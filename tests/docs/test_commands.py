@@ -109,7 +109,9 @@ def compare(words: list[str]) -> int:
         words = ["memory", *words]
     few = ["--rounds", "2"] if words[0] == "speed" else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "ON_CPU", Effort(steps=parity.WINDOW, seeds=2, tokens=32, rows=16))
+        little = Effort(steps=parity.WINDOW, seeds=2, tokens=32, rows=16)
+        patch.setattr(parity, "ON_CPU", little)
+        patch.setattr(parity, "ON_GPU", little)
         status = python("-m", "compare", *words, *few, *small())
     if words[0] == "parity" and status == 1:  # so few steps may show nothing: there is a result
         assert list(Path("runs").rglob(RESULT))
