@@ -28,7 +28,7 @@ RESULT = "results.json"
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """torch.compile takes half a minute a model and is tested elsewhere: here it does nothing."""
-    with torch._dynamo.config.patch(disable=True):
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 
