@@ -27,7 +27,8 @@ SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
 
 def main(argv: list[str] | None = None) -> int:
     """Compare; returns the exit status. Of several processes the first one does so."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for library in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         if scaling.rank() > 0:
             scaling.follow()

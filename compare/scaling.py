@@ -6,7 +6,9 @@ writes; the others measure with it what it asks for.
 
 import dataclasses
 import functools
+import gc
 import os
+import signal
 from datetime import timedelta
 
 import torch
@@ -65,6 +67,7 @@ def hosts() -> dist.ProcessGroup:
 
 def follow() -> None:
     """Measure with rank 0 until it dismisses this rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, even if it waits
     while task := _from_rank_0(None):
         config, plan, strategy = task
         together(from_config(config), lambda *_: None, plan, strategy)
@@ -113,6 +116,16 @@ def together(
     settings: Settings, progress: Progress, plan: Plan, strategy: str
 ) -> list[Samples] | None:
     """All devices at once: in every rank at the same time. Rank 0 gets the samples of each."""
+    samples = in_this_rank(settings, progress, plan, strategy)
+    gc.collect()
+    torch.cuda.empty_cache()  # for the process that measures one device in the next scope
+    gathered = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(samples, gathered, group=hosts())
+    return gathered
+
+
+def in_this_rank(settings: Settings, progress: Progress, plan: Plan, strategy: str) -> Samples:
+    """Times of this rank's device; the other ranks run the same step at any time."""
     fabric = Fabric(accelerator=settings.device.type, strategy=_strategy(strategy), **places())
     fabric.launch()
     settings, steps = dataclasses.replace(settings, device=fabric.device), {}
@@ -126,7 +139,7 @@ def together(
         steps[norm] = parallel_step(settings, norm, fabric)
         warm_up(steps[norm], data, plan.warmup_steps, _compilations)
     done = len(steps)
-    samples = take_turns(
+    return take_turns(
         steps,
         data,
         plan,
@@ -134,9 +147,6 @@ def together(
         lambda number: progress(f"{what}: timing", done + number, total),
         lambda: dist.barrier(hosts()),
     )
-    gathered = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(samples, gathered, group=hosts())
-    return gathered
 
 
 def parallel_step(settings: Settings, norm: str, fabric: Fabric) -> Step:

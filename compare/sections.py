@@ -86,7 +86,7 @@ def _scope(result: dict) -> list[Section]:
         details.append(section(result))
         if part != "memory" or not result["cpu"]:  # a CPU has no peaks
             figures.append(_figure(part, plot, result, caption))
-    details += [_scaling(found) for found in result.get("scaling", {}).values()]
+    details += [_scaling(result, found) for found in result.get("scaling", {}).values()]
     return [Section(where[0].upper() + where[1:], 2, figures=figures), *details]
 
 
@@ -184,19 +184,29 @@ def _pairs(variants: dict[str, dict]) -> Table:
     return Table(["norm", *(f"over {norm}" for norm in variants)], rows)
 
 
-def _scaling(found: dict) -> Section:
+def _scaling(result: dict, found: dict) -> Section:
     """What several devices do, of one entry of "scaling"."""
     devices, batch = found["devices"], found["batch_per_device"]
-    text = (
+    text = [
         f"Each device has a batch of {batch} sequences of its own, also the one that runs alone, "
         f"beforehand (weak scaling). {found['rounds']} rounds; in every round each norm runs "
         f"{found['block_steps']} steps, in shuffled order."
-    )
+    ]
+    if result["scope"] == "compiled":
+        text.append(_COMPILED_ON_SEVERAL[found["strategy"]])
     header = ["norm", "one device, ms", "tokens/s", "fastest rank, ms", "slowest rank, ms"]
     header += ["its number", f"tokens/s of {devices}", "efficiency, 95% interval"]
     rows = [_scaling_row(norm, variant) for norm, variant in found["variants"].items()]
     title = f"{devices} devices, {found['strategy']}"
-    return Section(title, sentences=[text], tables=[Table(header, rows)])
+    return Section(title, sentences=text, tables=[Table(header, rows)])
+
+
+_COMPILED_ON_SEVERAL = {
+    "ddp": "torch.compile splits the model's graph where gradients are exchanged (ddp); that of "
+    "the device that runs alone is whole.",
+    "fsdp": "Each block is compiled by itself (fsdp); the model of the device that runs alone is "
+    "one graph.",
+}
 
 
 def _scaling_row(norm: str, variant: dict) -> list[str]:

@@ -9,7 +9,9 @@ from lightning import Trainer, seed_everything
 
 from compare.setup import batches, from_config, make_model, make_step, norm_problems
 from kernels import Norm, reference
+from model.gpt import GPT
 from model.lit import LitGPT
+from tests.model.test_lit import LOSS_TOLERANCE
 
 
 def test_every_norm_gets_the_same_weights(settings):
@@ -81,6 +83,32 @@ def test_another_scope_is_compiled(settings):
     assert compiled.config["scope"] == from_config(compiled.config).scope == "compiled"
     assert make_model(compiled, "eager", 0).gpt._compiled_call_impl is not None
     assert make_model(settings, "eager", 0).gpt._compiled_call_impl is None
+
+
+def losses_in_turn(settings, norms: list[str]) -> list[torch.Tensor]:
+    """Four steps of a model of each norm, one after the other in every step: (4, norms)."""
+    models = [make_model(settings, norm, seed=3) for norm in norms]
+    steps = [make_step(settings, lit, lit.optimizer()) for lit in models]
+    return torch.tensor([[step(batch) for step in steps] for batch in batches(settings, 4, 0)])
+
+
+def test_steps_for_cuda_graphs_are_the_eager_ones(settings, monkeypatch):
+    """Also without a compiler, which on a CPU records none."""
+    monkeypatch.setattr(GPT, "compile", lambda *_, **__: None)
+    expected = losses_in_turn(settings, ["eager", "aten", "eager"])
+    assert torch.equal(
+        losses_in_turn(settings.with_scope("graphs"), ["eager", "aten", "eager"]), expected
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA GPU")
+def test_models_with_cuda_graphs_take_turns(settings):
+    """They share a memory pool, and the first and the last one the compiled code."""
+    norms = ["eager", "compiled", "triton", "eager"]
+    on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
+    expected = losses_in_turn(on_gpu.with_scope("compiled"), norms)
+    difference = losses_in_turn(on_gpu.with_scope("graphs"), norms) - expected
+    assert difference.abs().max() <= LOSS_TOLERANCE
 
 
 def refuses(*arguments, **options):
