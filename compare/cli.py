@@ -18,7 +18,7 @@ SHORT_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 @dataclass(frozen=True)
 class Request:
-    """What a command asks for: settings (in the first of the scopes), scopes, parts, ..."""
+    """What a command asks for; the settings are in the first of the scopes."""
 
     settings: Settings
     scopes: tuple[str, ...]

@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import signal
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -95,7 +96,9 @@ def run(settings: Settings, progress: Progress, plan: Plan, strategy: str) -> di
     )
     _from_rank_0((settings.config, plan, strategy))
     ranks = together(settings, progress, plan, strategy)
-    return {f"{strategy}-{len(ranks)}": summary(settings, plan, strategy, one, ranks)}
+    samples, at_work = zip(*ranks, strict=True)
+    found = summary(settings, plan, strategy, one, samples) | {"clocks": at_work}
+    return {f"{strategy}-{len(ranks)}": found}
 
 
 def alone(settings: Settings, progress: Progress, plan: dict) -> Samples:
@@ -114,18 +117,20 @@ def alone(settings: Settings, progress: Progress, plan: dict) -> Samples:
 
 def together(
     settings: Settings, progress: Progress, plan: Plan, strategy: str
-) -> list[Samples] | None:
-    """All devices at once: in every rank at the same time. Rank 0 gets the samples of each."""
-    samples = in_this_rank(settings, progress, plan, strategy)
+) -> list[tuple[Samples, dict | None]] | None:
+    """All devices at once: in every rank at the same time. Rank 0 gets what each returned."""
+    found = in_this_rank(settings, progress, plan, strategy)
     gc.collect()
     torch.cuda.empty_cache()  # for the process that measures one device in the next scope
     gathered = [None] * world_size() if rank() == 0 else None
-    dist.gather_object(samples, gathered, group=hosts())
+    dist.gather_object(found, gathered, group=hosts())
     return gathered
 
 
-def in_this_rank(settings: Settings, progress: Progress, plan: Plan, strategy: str) -> Samples:
-    """Times of this rank's device; the other ranks run the same step at any time."""
+def in_this_rank(
+    settings: Settings, progress: Progress, plan: Plan, strategy: str
+) -> tuple[Samples, dict | None]:
+    """Times of this rank's device, and a GPU's clocks just after the last block."""
     fabric = Fabric(accelerator=settings.device.type, strategy=_strategy(strategy), **places())
     fabric.launch()
     settings, steps = dataclasses.replace(settings, device=fabric.device), {}
@@ -139,7 +144,7 @@ def in_this_rank(settings: Settings, progress: Progress, plan: Plan, strategy: s
         steps[norm] = parallel_step(settings, norm, fabric)
         warm_up(steps[norm], data, plan.warmup_steps, _compilations)
     done = len(steps)
-    return take_turns(
+    samples = take_turns(
         steps,
         data,
         plan,
@@ -147,6 +152,7 @@ def in_this_rank(settings: Settings, progress: Progress, plan: Plan, strategy: s
         lambda number: progress(f"{what}: timing", done + number, total),
         lambda: dist.barrier(hosts()),
     )
+    return samples, clocks() if fabric.device.type == "cuda" else None
 
 
 def parallel_step(settings: Settings, norm: str, fabric: Fabric) -> Step:
@@ -176,7 +182,7 @@ def _compilations() -> int:
 
 
 def summary(
-    settings: Settings, plan: Plan, strategy: str, one: Samples, ranks: list[Samples]
+    settings: Settings, plan: Plan, strategy: str, one: Samples, ranks: Sequence[Samples]
 ) -> dict:
     """The figures of an entry of "scaling" from the samples of one device and of all ranks."""
     variants = {}
@@ -202,7 +208,6 @@ def summary(
         "rounds": plan.rounds,
         "block_steps": plan.block_steps,
         "variants": variants,
-        "clocks": clocks() if settings.device.type == "cuda" else None,
     }
 
 

@@ -189,8 +189,8 @@ def _scaling(result: dict, found: dict) -> Section:
     devices, batch = found["devices"], found["batch_per_device"]
     text = [
         f"Each device has a batch of {batch} sequences of its own, also the one that runs alone, "
-        f"beforehand (weak scaling). {found['rounds']} rounds; in every round each norm runs "
-        f"{found['block_steps']} steps, in shuffled order."
+        f"beforehand (weak scaling). {found['rounds']} rounds in one process a device; in every "
+        f"round each norm runs {found['block_steps']} steps, in shuffled order."
     ]
     if result["scope"] == "compiled":
         text.append(_COMPILED_ON_SEVERAL[found["strategy"]])

@@ -188,6 +188,7 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
         (["--scopes", "eager,graphs"], "graphs, which are CUDA graphs and so need a GPU"),
         (["memory", "--scopes", "graphs"], "memory is not measured in scope graphs"),
         (["scaling"], "start it with torchrun --nproc-per-node 2 -m compare scaling"),
+        (["scaling", "--strategy", "horovod"], "one of ddp, fsdp"),
         (["speed", "--strategy", "ddp"], "--strategy is for the part scaling"),
         (["scaling", "--strategy", "fsdp", "--trainer.precision", "16-mixed"], "overflow"),
         (["--trainer.precision", "64-true"], "32-true, bf16-mixed, 16-mixed"),

@@ -108,11 +108,3 @@ def test_a_rank_that_fails_ends_all_with_its_message(compare, tmp_path):
     assert done.returncode != 0
     assert "RuntimeError: rank 1 is at its end" in done.stderr
     assert "Written to" not in done.stdout
-
-
-def test_bad_input_is_said_once_and_ends_all(compare, tmp_path):
-    done = compare("--scopes", "lazy", "--strategy", "horovod")
-    assert done.returncode != 0
-    assert done.stderr.count("error: --scopes is 'lazy'") == 1
-    assert done.stderr.count("error: --strategy is 'horovod'") == 1
-    assert not list(tmp_path.glob("compare-*"))
