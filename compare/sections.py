@@ -195,7 +195,7 @@ def _scaling(result: dict, found: dict) -> Section:
     if result["scope"] == "compiled":
         text.append(_COMPILED_ON_SEVERAL[found["strategy"]])
     header = ["norm", "one device, ms", "tokens/s", "fastest rank, ms", "slowest rank, ms"]
-    header += ["its number", f"tokens/s of {devices}", "efficiency, 95% interval"]
+    header += ["slowest rank", f"tokens/s of {devices}", "efficiency, 95% interval"]
     rows = [_scaling_row(norm, variant) for norm, variant in found["variants"].items()]
     title = f"{devices} devices, {found['strategy']}"
     return Section(title, sentences=text, tables=[Table(header, rows)])
