@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import child, memory, profile, report, sentences, speed
+from compare import child, memory, profile, report, scaling, sentences, speed
 from compare.child import ChildError, Progress
 from compare.cli import Request, parse
 from compare.live import live
@@ -27,23 +27,40 @@ SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    """Compare; returns the exit status. Of several processes the first one does so."""
+    for library in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
-        if argv and argv[0] == "report":
-            return rebuild(argv[1:])
-        request = parse(argv)
-        with live("trying the norms") as progress:
-            config = request.settings.config
-            if problems := child.call("compare.setup:norm_problems", config, progress):
-                raise UserError(*problems)
-        return compare(request, shlex.join(["python", "-m", "compare", *argv]))
+        if scaling.rank() > 0:
+            scaling.follow()
+            return 0
+        status = run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
         print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
-        return BAD_INPUT
+        status = BAD_INPUT
+    except SystemExit as end:  # argparse's, after --help and for a flag without its value
+        status = end.code or 0
     except KeyboardInterrupt:
-        return INTERRUPTED
+        status = INTERRUPTED
+    if status != INTERRUPTED:  # which all processes are at once
+        scaling.dismiss()
+    return status
+
+
+def run(argv: list[str]) -> int:
+    """Do what the command line says; returns the exit status.
+
+    Raises:
+        UserError: if it is wrong.
+    """
+    if argv and argv[0] == "report":
+        return rebuild(argv[1:])
+    request = parse(argv)
+    with live("trying the norms") as progress:
+        config = request.settings.config
+        if problems := child.call("compare.setup:norm_problems", config, progress):
+            raise UserError(*problems)
+    return compare(request, shlex.join([*scaling.launcher(), "-m", "compare", *argv]))
 
 
 def compare(request: Request, command: str) -> int:
@@ -55,7 +72,7 @@ def compare(request: Request, command: str) -> int:
         print(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
     try:
         for number, (scopes, part) in enumerate(jobs, start=1):
-            title = f"{number}/{len(jobs)} {part}, {scopes[0]} model"
+            title = f"{number}/{len(jobs)} {part}, {sentences.MODELS[scopes[0]]}"
             try:
                 with live(title) as progress:
                     comparison.measure(scopes, part, progress)
@@ -137,14 +154,16 @@ class Comparison:
     def jobs(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Scopes and part, in order. Parity, which takes longest, is the same for all scopes."""
         for scope in self.request.scopes:
-            yield from (((scope,), part) for part in self.request.parts if part != "parity")
+            there = [*sentences.parts(scope), "scaling"]
+            asked = [part for part in self.request.parts if part in there and part != "parity"]
+            yield from (((scope,), part) for part in asked)
         if "parity" in self.request.parts:
             yield self.request.scopes, "parity"
 
     def measure(self, scopes: tuple[str, ...], part: str, progress: Progress) -> None:
         """Run one part in the first of the scopes and write what it found into all of them."""
         settings, before = self.request.settings.with_scope(scopes[0]), self.results[scopes[0]]
-        found = run_part(settings, part, before, self.request.rounds, progress)
+        found = run_part(settings, part, before, self.request, progress)
         clocks = found.pop("clocks", None)
         for scope in scopes:
             result = self.results[scope]
@@ -181,12 +200,16 @@ class Comparison:
 
 
 def run_part(
-    settings: Settings, part: str, result: dict, rounds: int | None, progress: Progress
+    settings: Settings, part: str, result: dict, request: Request, progress: Progress
 ) -> dict:
     """What goes under the part's name in results.json."""
     match part:
         case "speed":
-            return speed.run(settings, progress, speed.plan(settings, rounds))
+            return speed.run(settings, progress, speed.plan(settings, request.rounds))
+        case "scaling":
+            plan = speed.plan(settings, request.rounds)
+            found = scaling.run(settings, progress, plan, request.strategy)
+            return {**result.get("scaling", {}), **found}
         case "profile":
             variants = result.get("speed", {}).get("variants", {})
             speedups = {norm: v["speedup"] for norm, v in variants.items() if "speedup" in v}

@@ -7,23 +7,24 @@ from pathlib import Path
 
 import torch
 
+from compare import scaling, sentences
 from compare.setup import PRECISIONS, SCOPES, Settings, from_config
 from kernels import load_norm
 from model import cli
 from model.cli import UserError, checked_data
 
-PARTS = ("speed", "profile", "memory", "parity")
 SHORT_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command asks for: settings (in the first of the scopes), scopes, parts, rounds."""
+    """What a command asks for; the settings are in the first of the scopes."""
 
     settings: Settings
     scopes: tuple[str, ...]
     parts: tuple[str, ...]
     rounds: int | None
+    strategy: str
     root: Path
 
 
@@ -33,12 +34,14 @@ def build_parser() -> argparse.ArgumentParser:
         usage="python -m compare [speed|profile|memory|parity] [--config FILE] [--norms A,B,...]\n"
         "                         [--scopes A,B] [--rounds N] [--name NAME]\n"
         "                         [--model.* ...] [--data.* ...] [--trainer.* ...]\n"
+        f"       {scaling.LAUNCH} [--strategy ddp|fsdp] ...\n"
         "       python -m compare report FOLDER\n"
         "       python -m compare report RUN RUN ...",
         description="Step time, memory and loss curves of the same model under each norm. A word "
         "in front runs that part alone, and adds it to the comparison of this name if the settings "
         "are the same; report writes the report anew from the results.json files in a folder, or "
-        "lays runs of train.py over each other.",
+        "lays runs of train.py over each other. scaling, under torchrun, measures several devices, "
+        "each with data.batch_size sequences.",
         epilog="--config, --model.*, --data.*, --trainer.* and --seed_everything are those of "
         "train.py (python train.py --help); without a config, tiny.yaml or, with a GPU, "
         "small.yaml. Exit status: 0 parity holds (or was not asked for), 1 it fails, is "
@@ -54,11 +57,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scopes",
         default="eager,compiled" if torch.cuda.is_available() else "eager",
-        help="eager, compiled or both: whether the whole model runs through torch.compile "
-        "(default: %(default)s on this machine)",
+        help="eager, compiled, graphs: whether the whole model runs through torch.compile, and "
+        "with CUDA graphs, of which speed alone is measured (default: %(default)s on this machine)",
     )
     parser.add_argument(
         "--rounds", type=int, help="rounds of blocks of steps (default: 30, on a CPU 5)"
+    )
+    parser.add_argument(
+        "--strategy",
+        help="how several devices share the training: ddp (default), or fsdp for FSDP2",
     )
     parser.add_argument(
         "--name", help="the results' directory is runs/compare-NAME (default: the config's name)"
@@ -73,19 +80,31 @@ def parse(argv: list[str]) -> Request:
         UserError: with a sentence for everything that is wrong.
         SystemExit: after --help, and for flags without a value or of a wrong type.
     """
-    parts = PARTS
+    parts = sentences.PARTS
     if argv and not argv[0].startswith("-"):
-        if argv[0] not in PARTS:
+        known = *parts, "scaling"
+        if argv[0] not in known:
             raise UserError(
-                f"There is no part {argv[0]!r}; there are {', '.join(PARTS)} and report."
+                f"There is no part {argv[0]!r}; there are {', '.join(known)} and report."
             )
         parts, argv = (argv[0],), argv[1:]
     flags, others = build_parser().parse_known_args(argv)
     norms, scopes = _list(flags.norms), _list(flags.scopes)
     problems = _problems(norms, scopes, flags.rounds)
+    problems += _part_problems(parts, scopes, flags.strategy)
+    others += ["--name", flags.name] if flags.name else []
+    if scaling.world_size() > 1:
+        others += [f"--trainer.{place}={n}" for place, n in scaling.places().items()]
     try:
-        parser, training = cli.parse([*others, *(["--name", flags.name] if flags.name else [])])
+        parser, training = cli.parse(others)
         config = _config(training, flags.name, norms, scopes)
+        if "graphs" in scopes and config["device"] != "cuda":
+            problems.append("--scopes names graphs, which are CUDA graphs and so need a GPU.")
+        if flags.strategy == "fsdp" and config["precision"] == "16-mixed":
+            problems.append(
+                "trainer.precision is 16-mixed, whose scaled gradients fsdp does not check for "
+                "overflow on all devices alike: set bf16-mixed or 32-true, or --strategy ddp."
+            )
         if config["precision"] not in PRECISIONS:
             problems.append(
                 f"trainer.precision is {config['precision']}; a comparison runs in "
@@ -96,8 +115,14 @@ def parse(argv: list[str]) -> Request:
         raise UserError(*dict.fromkeys([*problems, *error.args])) from None
     if problems:
         raise UserError(*problems)
-    root = Path(training.trainer.default_root_dir)
-    return Request(from_config(config, data), tuple(scopes), parts, flags.rounds, root)
+    return Request(
+        from_config(config, data),
+        tuple(scopes),
+        parts,
+        flags.rounds,
+        flags.strategy or "ddp",
+        Path(training.trainer.default_root_dir),
+    )
 
 
 def _problems(norms: list[str], scopes: list[str], rounds: int | None) -> list[str]:
@@ -110,9 +135,38 @@ def _problems(norms: list[str], scopes: list[str], rounds: int | None) -> list[s
     if len(norms) < 2 or len(set(norms)) < len(norms):
         problems.append(f"--norms is {','.join(norms)!r}; it has to name at least two, each once.")
     if not scopes or len(set(scopes)) < len(scopes) or not set(scopes) <= set(SCOPES):
-        problems.append(f"--scopes is {','.join(scopes)!r}; it has to be eager, compiled or both.")
+        problems.append(
+            f"--scopes is {','.join(scopes)!r}; it has to name some of {', '.join(SCOPES)}, each "
+            "once."
+        )
     if rounds is not None and rounds < 2:
         problems.append(f"--rounds is {rounds}; it has to be at least 2.")
+    return problems
+
+
+def _part_problems(parts: tuple[str, ...], scopes: list[str], strategy: str | None) -> list[str]:
+    """What does not go together with the parts that are asked for."""
+    problems, several = [], scaling.world_size() > 1
+    if parts == ("scaling",):
+        if not several:
+            problems.append(
+                "scaling measures several devices, each with a process of its own: start it with "
+                f"{scaling.LAUNCH}."
+            )
+        if strategy not in (None, *scaling.STRATEGIES):
+            problems.append(
+                f"--strategy is {strategy!r}; it has to be one of {', '.join(scaling.STRATEGIES)}."
+            )
+    else:
+        if several:
+            problems.append(
+                f"{', '.join(parts)}: measured by one process, and torchrun started "
+                f"{scaling.world_size()}. Several devices are the part scaling: {scaling.LAUNCH}."
+            )
+        if strategy is not None:
+            problems.append(f"--strategy is for the part scaling: {scaling.LAUNCH}.")
+    if len(parts) == 1 and "graphs" in scopes and parts[0] not in sentences.parts("graphs"):
+        problems.append(f"{parts[0]} is not measured in scope graphs.")
     return problems
 
 

@@ -14,6 +14,8 @@ HTML, MARKDOWN = "report.html", "report.md"
 GLOSSARY = {
     "Eager model, compiled model": "Whether the whole model runs op by op or through "
     "torch.compile. Figures of the two are never compared with each other.",
+    "CUDA graphs": "The compiled model's launches, recorded once and replayed as a whole: for "
+    "steps so short that the host cannot launch their kernels fast enough.",
     "p10, p50, p90": "A tenth, half and nine tenths of the steps took no longer.",
     "Speedup": "The baseline's step time divided by the norm's: at 1.33x the baseline takes a "
     "third longer.",
@@ -25,6 +27,9 @@ GLOSSARY = {
     "difference.",
     "First call": "Seconds of the first step of a fresh process, compilation included, with an "
     "empty (cold) and a filled (warm) compile cache. Never part of the step time.",
+    "Scaling efficiency": "Tokens/s of n devices over n times the tokens/s of one; 100% if "
+    "exchanging gradients (ddp), and with fsdp weights as well, costs no time. The slowest rank's "
+    "median step counts. The interval spans the quotients of both medians' intervals.",
     "Host time": "Microseconds that the CPU needs to queue a step. They show in the step time only "
     "where the GPU waits for them.",
     "Amdahl": "If a part p of the step runs s times as fast, the step runs 1 / ((1 - p) + p / s) "

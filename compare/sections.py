@@ -77,13 +77,17 @@ def _scope(result: dict) -> list[Section]:
     }
     figures, details = [], []
     for part, (title, section, plot, caption) in parts.items():
+        if part not in sentences.parts(result["scope"]):
+            details.append(Section(title, sentences=[sentences.NOT_WITH_GRAPHS[part]]))
+            continue
         if not result.get(part):
             details.append(_not_measured(title))
             continue
         details.append(section(result))
         if part != "memory" or not result["cpu"]:  # a CPU has no peaks
             figures.append(_figure(part, plot, result, caption))
-    return [Section(where.capitalize(), 2, figures=figures), *details]
+    details += [_scaling(result, found) for found in result.get("scaling", {}).values()]
+    return [Section(where[0].upper() + where[1:], 2, figures=figures), *details]
 
 
 def overview(results: list[dict]) -> Table:
@@ -124,6 +128,10 @@ def _speed(result: dict) -> Section:
     ]
     if pace := sentences.pace(result):
         text.append(pace)
+    if result["scope"] == "graphs":
+        text.append(
+            "The graphs are recorded in the second step: the first call's seconds are without that."
+        )
     tables = [Table(_SPEED_HEADER, [_speed_row(result, norm) for norm in variants])]
     if len(variants) > 2:
         tables.append(_pairs(variants))
@@ -174,6 +182,46 @@ def _pairs(variants: dict[str, dict]) -> Table:
         if s
     ]
     return Table(["norm", *(f"over {norm}" for norm in variants)], rows)
+
+
+def _scaling(result: dict, found: dict) -> Section:
+    """What several devices do, of one entry of "scaling"."""
+    devices, batch = found["devices"], found["batch_per_device"]
+    text = [
+        f"Each device has a batch of {batch} sequences of its own, also the one that runs alone, "
+        f"beforehand (weak scaling). {found['rounds']} rounds in one process a device; in every "
+        f"round each norm runs {found['block_steps']} steps, in shuffled order."
+    ]
+    if result["scope"] == "compiled":
+        text.append(_COMPILED_ON_SEVERAL[found["strategy"]])
+    header = ["norm", "one device, ms", "tokens/s", "fastest rank, ms", "slowest rank, ms"]
+    header += ["slowest rank", f"tokens/s of {devices}", "efficiency, 95% interval"]
+    rows = [_scaling_row(norm, variant) for norm, variant in found["variants"].items()]
+    title = f"{devices} devices, {found['strategy']}"
+    return Section(title, sentences=text, tables=[Table(header, rows)])
+
+
+_COMPILED_ON_SEVERAL = {
+    "ddp": "torch.compile splits the model's graph where gradients are exchanged (ddp); that of "
+    "the device that runs alone is whole.",
+    "fsdp": "Each block is compiled by itself (fsdp); the model of the device that runs alone is "
+    "one graph.",
+}
+
+
+def _scaling_row(norm: str, variant: dict) -> list[str]:
+    efficiency = variant["efficiency"]
+    median, low, high = (number(efficiency[key], ".1%") for key in ("median", "low", "high"))
+    return [
+        norm,
+        number(variant["one"]["step_ms"], ".2f"),
+        number(variant["one"]["tokens_per_s"], ",.0f"),
+        number(min(variant["rank_ms"]), ".2f"),
+        number(variant["step_ms"], ".2f"),
+        str(variant["slowest_rank"]),
+        number(variant["tokens_per_s"], ",.0f"),
+        f"{median} [{low}, {high}]",
+    ]
 
 
 def _profile(result: dict) -> Section:

@@ -10,11 +10,26 @@ TIERS = {
 }
 NO_DIFFERENCE = "no measurable difference"
 PARTS = ("speed", "profile", "memory", "parity")
+MODELS = {
+    "eager": "eager model",
+    "compiled": "compiled model",
+    "graphs": "compiled model, CUDA graphs",
+}
+NOT_WITH_GRAPHS = {
+    "profile": "Not measured with CUDA graphs: they replay the kernels of the compiled model.",
+    "memory": "Not measured with CUDA graphs: a replay uses memory that was set aside when the "
+    "graph was recorded, in which PyTorch sees no peak.",
+}
+
+
+def parts(scope: str) -> tuple[str, ...]:
+    """The parts of a whole comparison that there are in a scope."""
+    return tuple(part for part in PARTS if scope != "graphs" or part not in NOT_WITH_GRAPHS)
 
 
 def setup(result: dict) -> str:
     """What the scope is: "eager model, bfloat16 stream"."""
-    return f"{result['scope']} model, {result['stream_dtype']} stream"
+    return f"{MODELS[result['scope']]}, {result['stream_dtype']} stream"
 
 
 def candidate(result: dict) -> str:
@@ -30,21 +45,25 @@ def headline(result: dict) -> str:
     if result["cpu"]:
         findings = ["no speed is a finding on a CPU"]
     else:
-        speed, memory = _speed(result, norm), _memory(result, norm)
-        if speed and memory:
-            findings = [f"{norm} {speed}, and {memory}"]
-        else:
-            findings = [
-                f"{norm} {speed}" if speed else "speed was not measured",
-                f"{norm} {memory}" if memory else "memory was not measured",
-            ]
+        findings = _speed_and_memory(result, norm)
+        findings += [scaling(found, norm) for found in result.get("scaling", {}).values()]
     if "parity" in result:
         findings.append(parity(result["parity"]))
     elif "parity" in result["missing"]:
         findings.append("parity was not checked")
     article = "an" if result["scope"] == "eager" else "a"
-    stream = result["stream_dtype"]
-    return f"With {article} {result['scope']} model and a {stream} stream, {'; '.join(findings)}."
+    setting = [*MODELS[result["scope"]].split(", "), f"a {result['stream_dtype']} stream"]
+    return f"With {article} {enumeration(setting)}, {'; '.join(findings)}."
+
+
+def _speed_and_memory(result: dict, norm: str) -> list[str]:
+    speed, memory = _speed(result, norm), _memory(result, norm)
+    if speed and memory:
+        return [f"{norm} {speed}, and {memory}"]
+    found = [f"{norm} {speed}" if speed else "speed was not measured"]
+    if "memory" in parts(result["scope"]):
+        found.append(f"{norm} {memory}" if memory else "memory was not measured")
+    return found
 
 
 def _speed(result: dict, norm: str) -> str | None:
@@ -92,6 +111,15 @@ def _memory(result: dict, norm: str) -> str | None:
     return f"saves {amount} of peak memory" if saved > 0 else f"needs {amount} more peak memory"
 
 
+def scaling(found: dict, norm: str) -> str:
+    """ "2 devices under ddp do 1.92 times the work of one with triton", of one entry."""
+    times = found["devices"] * found["variants"][norm]["efficiency"]["median"]
+    return (
+        f"{found['devices']} devices under {found['strategy']} do {times:.2f} times the work of "
+        f"one with {norm}"
+    )
+
+
 def parity(parity: dict) -> str:
     """The verdict on the loss curves, and whether a known fault slipped through the check."""
     failed = [TIERS[name] for name, tier in parity["tiers"].items() if tier["verdict"] == "fail"]
@@ -127,7 +155,7 @@ def missing(results: list[dict]) -> list[str]:
     """A sentence for each scope with parts that were not measured."""
     sentences = []
     for result in results:
-        absent = [part for part in PARTS if part not in result]
+        absent = [part for part in parts(result["scope"]) if part not in result]
         absent += [part for part in result["missing"] if part not in PARTS]
         if absent:
             sentences.append(f"Missing for the {setup(result)}: {enumeration(absent)}.")

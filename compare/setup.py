@@ -13,7 +13,8 @@ from kernels import RMSNorm
 from model.gpt import STREAM_DTYPES
 from model.lit import LitGPT, clip_gradients
 
-SCOPES = ("eager", "compiled")
+# What LitGPT takes as compile in each scope.
+SCOPES = {"eager": False, "compiled": True, "graphs": "reduce-overhead"}
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
@@ -25,7 +26,8 @@ class Settings:
         model: LitGPT's arguments, without norm and compile.
         data: Set up, so that train_batch and val_dataloader work.
         norms: What load_norm takes; the first one is the baseline.
-        scope: "eager", or "compiled" for the whole model through torch.compile.
+        scope: "eager", "compiled" for the whole model through torch.compile, or "graphs" for that
+            with CUDA graphs.
         precision: Lightning's name, one of PRECISIONS.
         device: Where everything runs.
         max_steps: Optimizer steps of a training, as the config has them.
@@ -89,7 +91,7 @@ def from_config(config: dict, data: TextDataModule | None = None) -> Settings:
 
 def make_model(settings: Settings, norm: str, seed: int) -> LitGPT:
     """A model on the device that depends on `seed` alone: every norm gets the same weights."""
-    if settings.scope == "compiled":
+    if settings.scope != "eager":
         # Models share the code that Dynamo compiles, each norm is one version of it: more than
         # there may be of them would run uncompiled, with no more than a warning.
         torch._dynamo.config.recompile_limit = 64
@@ -97,7 +99,7 @@ def make_model(settings: Settings, norm: str, seed: int) -> LitGPT:
     on_gpu = [settings.device] if settings.device.type == "cuda" else []
     with torch.random.fork_rng(on_gpu), settings.device:  # on a GPU, weights are drawn there
         torch.manual_seed(seed)
-        lit = LitGPT(**settings.model, norm=norm, compile=settings.scope == "compiled")
+        lit = LitGPT(**settings.model, norm=norm, compile=SCOPES[settings.scope])
     return lit.to(settings.device)
 
 

@@ -3,13 +3,15 @@
 import random
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from compare import child, statistics
 from compare.child import Progress
-from compare.setup import Settings, batches, make_model, make_step
+from compare.setup import Settings, Step, batches, make_model, make_step
 from compare.timing import (
     busy,
     host_us,
@@ -79,17 +81,9 @@ def measure(settings: Settings, progress: Progress, plan: dict, seed: int) -> di
     for done, (arm, norm) in enumerate(arms.items()):
         progress(f"warming up {arm}", done, total)
         steps[arm] = ready_step(settings, norm, data, plan.warmup_steps)
-    steps_ms = {arm: [] for arm in arms}
-    shuffled, order = random.Random(seed), list(arms)
-    with no_garbage_collection():
-        for number in range(plan.rounds):
-            progress("timing", len(arms) + number, total)
-            shuffled.shuffle(order)
-            block = [
-                data[(number * plan.block_steps + i) % BATCHES] for i in range(plan.block_steps)
-            ]
-            for arm in order:
-                steps_ms[arm].append(time_block(steps[arm], block))
+    steps_ms = take_turns(
+        steps, data, plan, seed, lambda done: progress("timing", len(arms) + done, total)
+    )
     at_work = clocks() if settings.device.type == "cuda" else None
     progress("host time and busy GPU", total - 1, total)
     return {
@@ -98,6 +92,36 @@ def measure(settings: Settings, progress: Progress, plan: dict, seed: int) -> di
         "busy": {norm: busy(steps[norm], data) for norm in settings.norms},
         "clocks": at_work,
     }
+
+
+def take_turns(
+    steps: dict[str, Step],
+    data: list[Tensor],
+    plan: Plan,
+    seed: int,
+    report: Callable[[int], None],
+    ready: Callable[[], None] = lambda: None,
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of every step: for each arm a list of rounds, each a list of its block's steps.
+
+    Args:
+        steps: By arm.
+        seed: Of the arms' order in each round.
+        report: Gets the number of rounds that are done.
+        ready: Called before every block.
+    """
+    steps_ms = {arm: [] for arm in steps}
+    shuffled, order = random.Random(seed), list(steps)
+    with no_garbage_collection():
+        for number in range(plan.rounds):
+            report(number)
+            shuffled.shuffle(order)
+            first = number * plan.block_steps
+            block = [data[(first + i) % len(data)] for i in range(plan.block_steps)]
+            for arm in order:
+                ready()
+                steps_ms[arm].append(time_block(steps[arm], block))
+    return steps_ms
 
 
 def first_calls(settings: Settings, progress: Progress) -> dict[str, dict[str, float]]:

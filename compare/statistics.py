@@ -97,6 +97,20 @@ def differs(variant: Interval, aa: Interval) -> bool:
     return bool(excludes_one and not aa.low <= variant.median <= aa.high)
 
 
+def efficiency(one_ms: ArrayLike, many_ms: ArrayLike) -> Interval:
+    """Work of n devices over n times that of one, each with a batch of the same size.
+
+    That is the quotient of their step times, 1 where n devices take no longer. The two were not
+    measured in the same rounds: the interval holds the quotients of all values in the 95% intervals
+    of both medians, and so is wide rather than narrow.
+
+    Args:
+        one_ms, many_ms: (n,), n >= 1, times of the rounds of one device and of many.
+    """
+    (one, one_low, one_high), (many, low, high) = map(median_interval, (one_ms, many_ms))
+    return Interval(*map(float, (one / many, one_low / high, one_high / low)))
+
+
 def percentiles(samples: ArrayLike) -> dict[str, float]:
     """p10, p50 and p90 of all samples, of any shape."""
     values = np.percentile(np.asarray(samples, dtype=np.float64), [10, 50, 90])

@@ -21,34 +21,52 @@ PROFILED_STEPS = 5
 
 
 def ready_step(settings: Settings, norm: str, data: list[Tensor], warmup_steps: int) -> Step:
-    """The training step of a new model, after its warm-up."""
+    """The training step of a new model, after its warm-up.
+
+    Raises:
+        RuntimeError: as `warm_up` does, and in scope "graphs" for a model that runs without them.
+    """
+    skipped = counters["inductor"]["cudagraph_skips"]
     lit = make_model(settings, norm, settings.seed)
     step = make_step(settings, lit, lit.optimizer())
     warm_up(step, data, warmup_steps)
+    if settings.scope == "graphs" and counters["inductor"]["cudagraph_skips"] > skipped:
+        raise RuntimeError(
+            f"torch.compile could not record CUDA graphs of the model with norm {norm!r} "
+            "(TORCH_LOGS=perf_hints says why): leave it out of --norms in scope graphs"
+        )
     return step
 
 
-def warm_up(step: Callable[[Tensor], Tensor], data: list[Tensor], least: int) -> None:
+def compilations() -> int:
+    """A number that grows with every frame and graph that torch.compile has compiled."""
+    return sum(counters["frames"].values()) + counters["stats"]["unique_graphs"]
+
+
+def warm_up(
+    step: Callable[[Tensor], Tensor],
+    data: list[Tensor],
+    least: int,
+    compiled: Callable[[], int] = compilations,
+) -> None:
     """Run at least `least` steps, and until FLAT_STEPS of them compiled nothing.
+
+    Args:
+        compiled: A number that changes with everything that is compiled.
 
     Raises:
         RuntimeError: if something is still compiled after MAX_WARMUP_STEPS.
     """
-    flat, seen = 0, compilations()
+    flat, seen = 0, compiled()
     for number, batch in enumerate(itertools.cycle(data)):
         if number >= least and flat >= min(FLAT_STEPS, least):
             break
         if number == MAX_WARMUP_STEPS:
             raise RuntimeError(f"something is still compiled after {number} steps")
         step(batch)
-        now = compilations()
+        now = compiled()
         flat, seen = (flat + 1 if now == seen else 0), now
     synchronize(data[0].device)
-
-
-def compilations() -> int:
-    """A number that grows with every frame and graph that torch.compile has compiled."""
-    return sum(counters["frames"].values()) + counters["stats"]["unique_graphs"]
 
 
 def time_block(step: Callable[[Tensor], Tensor], block: list[Tensor]) -> list[float]:

@@ -93,6 +93,24 @@ def speed(scope: str) -> dict:
     }
 
 
+def scaling(strategy: str) -> dict:
+    """An entry of "scaling": two devices, 96% and 97.5% of twice the work."""
+    variants = {}
+    for norm, efficiency in {"eager": 0.96, "compiled": 0.97, "triton": 0.975}.items():
+        one = STEP_MS["eager"][norm]
+        step = one / efficiency
+        variants[norm] = {
+            "one": {"step_ms": one, "tokens_per_s": 32 * 1024 / one * 1000},
+            "rank_ms": [step - 0.5, step],
+            "slowest_rank": 1,
+            "step_ms": step,
+            "tokens_per_s": 2 * 32 * 1024 / step * 1000,
+            "efficiency": interval(efficiency, 0.002),
+        }
+    about = {"strategy": strategy, "devices": 2, "batch_per_device": 32, "clocks": None}
+    return about | {"rounds": SHAPE["rounds"], "block_steps": 4, "variants": variants}
+
+
 def profile(scope: str) -> dict:
     flags = {"triton": "1.33x is more than the ceiling: bytes moved outside the norm, too."}
     return {

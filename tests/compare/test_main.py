@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from compare import __main__ as main
-from compare import speed
+from compare import sentences, speed
 from tests.compare.sample import parity
 from tests.model.test_overview import write_run
 
@@ -194,7 +194,13 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
         (["--norms", "eager"], "at least two"),
         (["--norms", "eager,eager"], "each once"),
         (["--norms", "eager,no.such:norm"], "cannot be loaded"),
-        (["--scopes", "eager,eager"], "eager, compiled or both"),
+        (["--scopes", "eager,eager"], "some of eager, compiled, graphs, each once"),
+        (["--scopes", "eager,graphs"], "graphs, which are CUDA graphs and so need a GPU"),
+        (["memory", "--scopes", "graphs"], "memory is not measured in scope graphs"),
+        (["scaling"], "start it with torchrun --nproc-per-node 2 -m compare scaling"),
+        (["scaling", "--strategy", "horovod"], "one of ddp, fsdp"),
+        (["speed", "--strategy", "ddp"], "--strategy is for the part scaling"),
+        (["scaling", "--strategy", "fsdp", "--trainer.precision", "16-mixed"], "overflow"),
         (["--trainer.precision", "64-true"], "32-true, bf16-mixed, 16-mixed"),
         (["--no_such_flag", "3"], "no_such_flag"),
         (["velocity"], "There is no part 'velocity'"),
@@ -212,6 +218,31 @@ def test_a_norm_that_does_not_run_here_is_bad_input(run, outcomes, capsys, tmp_p
     assert run() == 2
     assert "error: norm 'liger' needs x on a GPU" in errors(capsys)
     assert not list(tmp_path.glob("compare-*"))
+
+
+def test_torchrun_is_for_scaling(run, monkeypatch, capsys):
+    places = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {"TORCHELASTIC_RUN_ID": "id", **places}.items():
+        monkeypatch.setenv(name, value)
+    dismissed = []
+    monkeypatch.setattr(main.scaling, "dismiss", lambda: dismissed.append(True))
+    assert run("speed") == 2
+    assert "error: speed: measured by one process, and torchrun started 2." in errors(capsys)
+    assert dismissed  # the other ranks do not wait
+
+
+def test_graphs_have_no_profile_and_no_memory(run, outcomes, monkeypatch, tmp_path, capsys):
+    """What is asked for on a GPU, whose times are made up here."""
+    monkeypatch.setattr(main.speed, "run", lambda *_: {"variants": {}, "from": "graphs"})
+    monkeypatch.setattr(main.report, "write", lambda *_: None)
+    settings = main.parse(["--config", str(tmp_path / "small.yaml")]).settings
+    request = main.Request(settings, ("graphs",), sentences.PARTS, None, "ddp", tmp_path)
+    assert main.compare(request, "command") == 0
+    found = results(tmp_path / "compare-small")
+    assert found["speed"]["from"] == "graphs"
+    assert not {"profile", "memory"} & found.keys()
+    assert found["missing"] == []
+    assert "Missing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

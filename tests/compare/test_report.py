@@ -9,7 +9,7 @@ import pytest
 
 from compare import report, sentences
 from model.summary import NO_FINDING
-from tests.compare.sample import sample
+from tests.compare.sample import sample, scaling
 
 AA = {"low": 0.995, "high": 1.005}
 PARTS = ("speed", "profile", "memory", "parity")
@@ -152,6 +152,27 @@ def test_launches_set_the_pace_below_95_percent_busy():
     assert sentences.pace(result) is None
 
 
+def test_headline_says_what_several_devices_do():
+    result = sample() | {"scaling": {"ddp-2": scaling("ddp"), "fsdp-2": scaling("fsdp")}}
+    assert sentences.headline(result).endswith(
+        "of peak memory; 2 devices under ddp do 1.95 times the work of one with triton; 2 devices "
+        "under fsdp do 1.95 times the work of one with triton; the loss curves agree."
+    )
+    assert "devices" not in sentences.headline(result | {"cpu": True})
+
+
+def graphs() -> dict:
+    """Results of scope graphs, in which speed alone is measured."""
+    return without(sample("compiled"), "profile", "memory") | {"scope": "graphs", "missing": []}
+
+
+def test_headline_of_cuda_graphs():
+    assert sentences.headline(graphs()).startswith(
+        "With a compiled model, CUDA graphs and a bfloat16 stream, triton is not measurably"
+    )
+    assert "memory" not in sentences.headline(graphs())
+
+
 # --- table --------------------------------------------------------------------------------------
 
 
@@ -289,6 +310,28 @@ def test_a_missing_part_is_said_to_be_missing(part, tmp_path):
     for text in (page.text, markdown):
         assert f"Missing for the eager model, bfloat16 stream: {part}." in text
         assert text.count("Not measured.") == 1
+
+
+def test_page_of_cuda_graphs(tmp_path):
+    page, markdown = write([sample("compiled"), graphs()], tmp_path)
+    for text in (page.text, markdown):
+        assert "Compiled model, CUDA graphs, bfloat16 stream" in text
+        assert text.count("Not measured with CUDA graphs") == 2
+        assert "The graphs are recorded in the second step" in text
+        assert "Missing for" not in text
+    assert (tmp_path / "speed-sample-bfloat16-graphs.png").exists()
+
+
+@pytest.mark.parametrize("scope", ["eager", "compiled"])
+def test_page_has_a_table_for_several_devices(scope, tmp_path):
+    result = sample(scope) | {"scaling": {"fsdp-2": scaling("fsdp")}}
+    page, markdown = write([result], tmp_path)
+    for text in (page.text, markdown):
+        assert "2 devices, fsdp" in text
+        assert "Each device has a batch of 32 sequences of its own" in text
+        assert ("Each block is compiled by itself" in text) == (scope == "compiled")
+        row = re.sub(r"[ |]+", " ", text)
+        assert "triton 75.00 436,907 76.42 76.92 1 851,968 97.5% [97.3%, 97.7%]" in row
 
 
 def test_a_run_without_any_part_has_a_page(tmp_path):

@@ -10,6 +10,7 @@ from lightning import Trainer, seed_everything
 from compare.setup import batches, from_config, make_model, make_step, norm_problems
 from kernels import Norm, reference
 from model.lit import LitGPT
+from tests.model.test_lit import LOSS_TOLERANCE
 
 
 def test_every_norm_gets_the_same_weights(settings):
@@ -81,6 +82,25 @@ def test_another_scope_is_compiled(settings):
     assert compiled.config["scope"] == from_config(compiled.config).scope == "compiled"
     assert make_model(compiled, "eager", 0).gpt._compiled_call_impl is not None
     assert make_model(settings, "eager", 0).gpt._compiled_call_impl is None
+    assert make_model(settings.with_scope("graphs"), "eager", 0).cuda_graphs
+    assert not make_model(compiled, "eager", 0).cuda_graphs
+
+
+def losses_in_turn(settings, norms: list[str]) -> list[torch.Tensor]:
+    """Four steps of a model of each norm, one after the other in every step: (4, norms)."""
+    models = [make_model(settings, norm, seed=3) for norm in norms]
+    steps = [make_step(settings, lit, lit.optimizer()) for lit in models]
+    return torch.tensor([[step(batch) for step in steps] for batch in batches(settings, 4, 0)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA GPU")
+def test_models_with_cuda_graphs_take_turns(settings):
+    """They share a memory pool, and the first and the last one the compiled code."""
+    norms = ["eager", "compiled", "triton", "eager"]
+    on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
+    expected = losses_in_turn(on_gpu.with_scope("compiled"), norms)
+    difference = losses_in_turn(on_gpu.with_scope("graphs"), norms) - expected
+    assert difference.abs().max() <= LOSS_TOLERANCE
 
 
 def refuses(*arguments, **options):

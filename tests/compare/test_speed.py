@@ -132,6 +132,25 @@ def test_warm_up_does_not_go_on_forever(compile_counters):
         warm_up(step, [torch.zeros(1)], least=10)
 
 
+def test_warm_up_ends_when_nothing_is_compiled_anywhere():
+    steps, compiled_elsewhere = [], [0, 1, 1, 2, 2, 2, 2]
+    warm_up(steps.append, [torch.zeros(1)], 2, lambda: compiled_elsewhere[len(steps)])
+    assert len(steps) == 5
+
+
+def test_a_model_that_runs_without_its_cuda_graphs_is_refused(settings, monkeypatch):
+    monkeypatch.setattr(GPT, "compile", lambda *_, **__: None)
+    graphs, data = settings.with_scope("graphs"), speed.batches(settings, 2, 0)
+    timing.ready_step(graphs, "aten", data, warmup_steps=1)
+
+    def skip(*_, **__):
+        counters["inductor"]["cudagraph_skips"] += 1
+
+    monkeypatch.setattr(GPT, "compile", skip)
+    with pytest.raises(RuntimeError, match="CUDA graphs of the model with norm 'aten'"):
+        timing.ready_step(graphs, "aten", data, warmup_steps=1)
+
+
 def test_compilations_are_counted():
     before = timing.compilations()
     function = torch.compile(lambda x: x + 1, backend="eager")

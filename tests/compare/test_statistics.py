@@ -12,6 +12,7 @@ from compare.statistics import (
     amdahl_ceiling,
     covered,
     differs,
+    efficiency,
     median_interval,
     paired_interval,
     percentiles,
@@ -167,3 +168,12 @@ def test_paired_interval_is_students_t():
     assert (low, high) == pytest.approx((theirs.low, theirs.high))
     with pytest.raises(ValueError, match="at least 2"):
         paired_interval([1.0])
+
+
+def test_efficiency_is_a_quotient_of_step_times():
+    assert efficiency([10.0, 10.0], [12.5, 12.5]) == pytest.approx((0.8, 0.8, 0.8))
+
+
+def test_efficiencys_interval_spans_those_of_both():
+    one, many = [9.0, 10.0, 11.0], [18.0, 20.0, 22.0]
+    assert efficiency(one, many) == pytest.approx((0.5, 9 / 22, 11 / 18))
