@@ -100,6 +100,10 @@ def parse(argv: list[str]) -> Request:
         config = _config(training, flags.name, norms, scopes)
         if "graphs" in scopes and config["device"] != "cuda":
             problems.append("--scopes names graphs, which are CUDA graphs and so need a GPU.")
+        if config["model"]["norm_recompute"] and set(scopes) - {"eager"}:
+            problems.append(
+                "model.norm_recompute is true, which is not for a compiled model: --scopes eager."
+            )
         if flags.strategy == "fsdp" and config["precision"] == "16-mixed":
             problems.append(
                 "trainer.precision is 16-mixed, whose scaled gradients fsdp does not check for "

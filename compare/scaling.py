@@ -169,8 +169,7 @@ def _strategy(name: str) -> str | Strategy:
 
 
 def _shard(lit: LitGPT, mesh: DeviceMesh) -> LitGPT:
-    lit._device_mesh = mesh  # where the Trainer's strategy puts it
-    lit.configure_model()
+    lit.shard(mesh)
     return lit
 
 

@@ -126,8 +126,7 @@ def _speed(result: dict) -> Section:
         f"{speed['block_steps']} steps, in shuffled order. A second copy of {baseline} against "
         f"{baseline} itself, the A/A arm, comes out at [{aa['low']:.3f}, {aa['high']:.3f}]."
     ]
-    if pace := sentences.pace(result):
-        text.append(pace)
+    text += filter(None, (sentences.pace(result), sentences.held_back(result)))
     if result["scope"] == "graphs":
         text.append(
             "The graphs are recorded in the second step: the first call's seconds are without that."

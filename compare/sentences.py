@@ -2,6 +2,14 @@
 
 from compare.statistics import Interval, differs
 
+# Bits of nvidia-smi's clocks_event_reasons.active that hold back a GPU at work, as NVML names them.
+HOLDS_BACK = {
+    0x04: "its power limit",
+    0x08: "a hardware slowdown",
+    0x20: "its temperature",
+    0x40: "its temperature",
+    0x80: "the power supply",
+}
 BUSY_ENOUGH = 0.95  # of the step's time; below it the GPU waits for launches
 TIERS = {
     "op": "the norm alone",
@@ -148,6 +156,21 @@ def pace(result: dict) -> str | None:
     return (
         f"The GPU was busy only {enumeration(waiting)}: there launches, not kernels, set the pace, "
         "and the norm's share of kernel time does not predict the step."
+    )
+
+
+def held_back(result: dict) -> str | None:
+    """What kept the GPU below its highest clock while it was timed; None if nothing did."""
+    moments = result["environment"].get("clocks", {}).values()
+    masks = [clocks.get("clocks_event_reasons.active", "") for clocks in moments]
+    active = [int(mask, 16) for mask in masks if mask.startswith("0x")]
+    reasons = [why for bit, why in HOLDS_BACK.items() if any(bit & mask for mask in active)]
+    if not reasons:
+        return None
+    megahertz = sorted(int(clocks["clocks.sm"]) for clocks in moments)
+    return (
+        f"The GPU's clocks were held back by {enumeration(list(dict.fromkeys(reasons)))}: "
+        f"{megahertz[0]} to {megahertz[-1]} MHz, which makes step times scatter."
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning import LightningModule
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
@@ -106,9 +107,12 @@ class LitGPT(LightningModule):
         return self.hparams.compile in CUDA_GRAPHS
 
     def configure_model(self) -> None:
-        """Shard the parameters over the devices if the strategy has them do so (FSDP2)."""
-        if self.device_mesh is None or isinstance(self.gpt, FSDPModule):
-            return
+        """Shard the parameters over the devices if the Trainer's strategy has them do so."""
+        if self.device_mesh is not None and not isinstance(self.gpt, FSDPModule):
+            self.shard(self.device_mesh)
+
+    def shard(self, mesh: DeviceMesh) -> None:
+        """Shard the parameters over a mesh's dimension "data_parallel" (FSDP2)."""
         if self.hparams.compile:
             # Shards are gathered by hooks around each block, where the graph of the whole model
             # would break. The blocks are compiled instead, without the hooks.
@@ -116,7 +120,7 @@ class LitGPT(LightningModule):
             for block in self.gpt.blocks:
                 block.forward = torch.compile(block.forward, **self.compile_options)
         for module in (*self.gpt.blocks, self.gpt):
-            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+            fully_shard(module, mesh=mesh["data_parallel"])
 
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy in nats of a batch, int64 (B, context + 1)."""

@@ -202,6 +202,10 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
         (["speed", "--strategy", "ddp"], "--strategy is for the part scaling"),
         (["scaling", "--strategy", "fsdp", "--trainer.precision", "16-mixed"], "overflow"),
         (["--trainer.precision", "64-true"], "32-true, bf16-mixed, 16-mixed"),
+        (
+            ["--model.norm_recompute", "true", "--scopes", "eager,compiled"],
+            "norm_recompute is true, which is not for a compiled model",
+        ),
         (["--no_such_flag", "3"], "no_such_flag"),
         (["velocity"], "There is no part 'velocity'"),
     ],

@@ -152,6 +152,22 @@ def test_launches_set_the_pace_below_95_percent_busy():
     assert sentences.pace(result) is None
 
 
+def test_what_held_the_clocks_back_is_said():
+    result = sample()
+    assert sentences.held_back(result) is None  # a GPU that does not say
+    moments = [("1650", "0x0000000000000004"), ("1980", "0x0000000000000001")]
+    result["environment"]["clocks"] = {
+        f"process {number}": {"clocks.sm": mhz, "clocks_event_reasons.active": active}
+        for number, (mhz, active) in enumerate(moments)
+    }
+    assert sentences.held_back(result) == (
+        "The GPU's clocks were held back by its power limit: 1650 to 1980 MHz, which makes step "
+        "times scatter."
+    )
+    result["environment"]["clocks"].pop("process 0")  # idle is no reason
+    assert sentences.held_back(result) is None
+
+
 def test_headline_says_what_several_devices_do():
     result = sample() | {"scaling": {"ddp-2": scaling("ddp"), "fsdp-2": scaling("fsdp")}}
     assert sentences.headline(result).endswith(
