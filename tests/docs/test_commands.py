@@ -3,6 +3,8 @@
 A command that no rule here knows how to make small fails: docs and rules change together.
 """
 
+import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -84,10 +86,27 @@ def without_a_network(word: str) -> str:
 
 
 def torchrun(words: list[str]) -> int:
-    """One process of those that torchrun would start."""
+    """One process of those that torchrun would start.
+
+    compare has nothing against its command but that there is only one.
+    """
     options = get_args_parser().parse_args(words)
+    if options.module:
+        assert options.training_script == "compare"
+        return only(["each with a process of its own"], *options.training_script_args)
     assert options.training_script == "train.py"
     return train(options.training_script_args)
+
+
+def only(mistakes: list[str], *words: str) -> int:
+    """0 if these are all that compare finds wrong with the command."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = python("-m", "compare", *words, *small())
+    lines = said.getvalue().splitlines()
+    assert status == 2
+    assert len(lines) == len(mistakes), lines
+    assert all(mistake in line for mistake, line in zip(mistakes, lines, strict=True)), lines
+    return 0
 
 
 def data(words: list[str]) -> int:
@@ -107,6 +126,8 @@ def compare(words: list[str]) -> int:
         return python("-m", "compare", *words)
     if not words or words[0].startswith("-"):
         words = ["memory", *words]
+    if "graphs" in " ".join(words) and bench.missing_gpu():
+        return only(["which are CUDA graphs and so need a GPU"], *words)
     few = ["--rounds", "2"] if words[0] == "speed" else []
     with pytest.MonkeyPatch.context() as patch:
         little = Effort(steps=parity.WINDOW, seeds=2, tokens=32, rows=16)
