@@ -209,7 +209,8 @@ def command(function: Callable[..., None], prog: str, argv: list[str] | None = N
 def _default_config() -> Path:
     if torch.cuda.is_available():
         return CONFIGS / "small.yaml"
-    print("No GPU: training configs/tiny.yaml (with a GPU: configs/small.yaml).")
+    no_gpu = "No GPU: training configs/tiny.yaml (with a GPU: configs/small.yaml)."
+    print(no_gpu, file=sys.stderr)  # what --print_config prints is a config
     return CONFIGS / "tiny.yaml"
 
 

@@ -127,6 +127,19 @@ def test_a_second_run_of_the_same_name_gets_a_directory_of_its_own(run, tmp_path
     assert (tmp_path / "small-eager" / "summary.json").read_bytes() == before
 
 
+def test_a_printed_config_prints_itself(tmp_path, capsys):
+    """With the default config too, whose choice is announced beside it."""
+    with pytest.raises(SystemExit):
+        train.main(["--print_config"])
+    printed = capsys.readouterr().out
+    config = tmp_path / "printed.yaml"
+    config.write_text(printed)
+    with pytest.raises(SystemExit):
+        train.main(["--config", str(config), "--print_config"])
+    assert capsys.readouterr().out == printed
+    assert yaml.safe_load(printed)["norm"] == "triton"
+
+
 def test_the_resolved_config_starts_the_same_run_again(run, tmp_path):
     assert run("--model.lr", "0.01") == 0
     first = tmp_path / "small-eager"
