@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a GPT on text: read the settings, build, fit, summarise. See `python train.py --help`."""
 
 import os
