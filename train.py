@@ -22,13 +22,16 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 from lightning import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from data import TextDataModule
 from model import LitGPT
 from model.callbacks import LiveProgress, Recorder, Sampler, Stopper
 from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, step_to_resume
+from model.checks import sentence
 from model.cli import UserError, changed_settings, checked_data, instantiate, last_run, parse
 from model.environment import environment
 from model.faults import FiniteCheck, TrainingError, memory_advice, out_of_memory
@@ -39,9 +42,11 @@ from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, wri
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 128 + signal.SIGINT
 SECONDS_TO_END = 5
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 CANNOT_WRITE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # full
     *(errno.EROFS, errno.EACCES, errno.EPERM),  # not allowed
+    *(errno.ENOENT, errno.ENOTDIR),  # no folder, where another logger wants one
     *(errno.EIO, errno.ESTALE, errno.ENODEV),  # gone or broken
 )
 
@@ -110,10 +115,12 @@ def fit(
     loggers = [metrics, EventsFile(run, resume_step)]
     if settings.trainer.enable_checkpointing is not False:
         callbacks += checkpoints(run, metrics)
-    trainer = build_trainer(settings.trainer, loggers, callbacks)
+    trainer = build_trainer(settings.trainer, loggers, callbacks, run)
     atexit.register(end_other_ranks, trainer)  # after a traceback, if there is one, is shown
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+    except MisconfigurationException as error:  # a callback that does not suit this training
+        raise UserError(sentence(error)) from None
     except SystemExit:  # Lightning's answer to a signal that could not wait
         if stopper.signal is None:
             raise
@@ -228,16 +235,31 @@ def checkpoints(run: Path, metrics: MetricsFile) -> list[Callback]:
     return [best, LastCheckpoint(run / "last.ckpt", metrics)]
 
 
-def build_trainer(options: Namespace, loggers: list, callbacks: list[Callback]) -> Trainer:
-    """The Trainer that `options` describe, with our loggers and callbacks added."""
-    return Trainer(
-        **{
-            **options,
-            "logger": [*loggers, *as_list(options.logger)],
-            "callbacks": [*callbacks, *as_list(options.callbacks)],
-            "plugins": [AtomicCheckpointIO(), *as_list(options.plugins)],
-        }
-    )
+def build_trainer(
+    options: Namespace, loggers: list, callbacks: list[Callback], run: Path
+) -> Trainer:
+    """The Trainer that `options` describe, with our loggers and callbacks added.
+
+    What its checkpoints and profiles would write to a place of Lightning's goes to the run.
+    """
+    own, profiler = as_list(options.callbacks), options.profiler
+    for callback in own:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(run)
+    if isinstance(profiler, str):
+        profiler = PROFILERS[profiler](dirpath=run, filename="profile")
+    try:
+        return Trainer(
+            **{
+                **options,
+                "logger": [*loggers, *as_list(options.logger)],
+                "callbacks": [*callbacks, *own],
+                "plugins": [AtomicCheckpointIO(), *as_list(options.plugins)],
+                "profiler": profiler,
+            }
+        )
+    except MisconfigurationException as error:  # a callback that does not go with ours
+        raise UserError(sentence(error)) from None
 
 
 def end_other_ranks(trainer: Trainer) -> None:

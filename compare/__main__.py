@@ -22,6 +22,7 @@ from model.summary import NO_FINDING, write_json
 
 FAILS, BAD_INPUT, INTERRUPTED = 1, 2, 130
 RESULTS, SUMMARY = "results.json", "summary.json"
+KEYS = ("name", "scope", "stream_dtype", "baseline", "norms", "config", "environment", "missing")
 # Measurements of one folder come from the same code on the same hardware.
 SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
 
@@ -80,7 +81,7 @@ def compare(request: Request, command: str) -> int:
                 print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
-        print("Interrupted: what was measured is kept.")
+        print("Interrupted: the parts that were finished are kept.")
     finally:
         comparison.write()
     for result in comparison.results.values():
@@ -256,9 +257,12 @@ def read(path: Path) -> dict:
         UserError: if it is none.
     """
     try:
-        return json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(result, dict) or not {*KEYS} <= result.keys():
+        raise UserError(f"{path} is no result of a comparison: it lacks some of {', '.join(KEYS)}.")
+    return result
 
 
 if __name__ == "__main__":

@@ -91,6 +91,10 @@ def parse(argv: list[str]) -> Request:
     flags, others = build_parser().parse_known_args(argv)
     norms, scopes = _list(flags.norms), _list(flags.scopes)
     problems = _problems(norms, scopes, flags.rounds)
+    trainings = {word.partition("=")[0] for word in others} & {"--norm", "--ckpt_path"}
+    problems += [f"{flag} is train.py's; a comparison has --norms." for flag in sorted(trainings)]
+    if trainings:  # whoever means a training has its other flags, too
+        raise UserError(*problems)
     problems += _part_problems(parts, scopes, flags.strategy)
     others += ["--name", flags.name] if flags.name else []
     if scaling.world_size() > 1:

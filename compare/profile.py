@@ -23,8 +23,8 @@ from kernels import RMSNorm
 
 TOP = 12  # kernels that are listed beside the norm's own
 FUSED = (
-    "In a compiled model this norm is fused with what is around it: its time is that of all "
-    "kernels with a part of it, known by the operations in their names."
+    "In a compiled model this norm is fused with what is around it: its time is at most that of "
+    "all kernels with a part of it, given here, known by the operations in their names."
 )
 
 

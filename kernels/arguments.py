@@ -48,7 +48,7 @@ def check_arguments(
     if not isinstance(eps, float | int) or not 0 <= eps < math.inf:
         raise ValueError(f"eps must be a finite number, zero or larger, but it is {eps!r}")
     if out_dtype is not None and out_dtype not in DTYPES:
-        raise ValueError(f"out_dtype must be one of {_names(DTYPES)}, but it is {out_dtype}")
+        raise ValueError(f"out_dtype must be one of {_names(DTYPES)}, but it is {out_dtype!r}")
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:

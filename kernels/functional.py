@@ -59,6 +59,8 @@ def add_rms_norm(
     Raises:
         ValueError: for a wrong shape, dtype, device or eps, naming the argument.
     """
+    if residual is None:
+        raise ValueError("residual must be a tensor, but it is None: rms_norm is without one")
     check_arguments(x, residual, weight, eps, out_dtype)
     _check_device(x)
     y, h = _norm(x, residual, weight, eps, out_dtype or x.dtype)

@@ -128,6 +128,11 @@ def trainer_problems(settings: Namespace) -> list[str]:
             "trainer.gradient_clip_val does not work with the fused optimizer: "
             "use model.grad_clip, which is 1.0 by default."
         )
+    if str(trainer.precision).startswith("16") and not on_gpu(trainer.accelerator):
+        problems.append(
+            f"trainer.precision is {trainer.precision}, which is for GPUs: on a CPU, set "
+            "bf16-mixed or 32-true."
+        )
     if settings.model.compile in CUDA_GRAPHS and not on_gpu(trainer.accelerator):
         problems.append(
             f"model.compile is {settings.model.compile}, which records CUDA graphs and so needs a "

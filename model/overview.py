@@ -44,8 +44,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         OSError, ValueError: if it has no summary, or fewer than the two steps or the one validation
             that its figures take.
     """
-    summary = json.loads((folder / "summary.json").read_text())
-    if summary["step_ms"]["p50"] is None or summary["val_loss"] is None:
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        known = summary["step_ms"]["p50"], summary["val_loss"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder}/summary.json is not what train.py writes") from None
+    if None in known:
         raise ValueError(f"{folder} has fewer than two steps or no validation loss")
     return summary | {"rows": read_metrics(folder / "metrics.csv")}
 

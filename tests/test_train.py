@@ -127,6 +127,22 @@ def test_a_second_run_of_the_same_name_gets_a_directory_of_its_own(run, tmp_path
     assert (tmp_path / "small-eager" / "summary.json").read_bytes() == before
 
 
+def test_what_lightning_would_write_elsewhere_is_in_the_run(run, tmp_path):
+    callbacks = ["--trainer.callbacks", "ModelCheckpoint"]
+    assert run("--trainer.max_steps", "2", "--trainer.profiler", "simple", *callbacks) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"small-eager"}
+    assert "run_training_batch" in (tmp_path / "small-eager" / "fit-profile.txt").read_text()
+    assert len(list((tmp_path / "small-eager").glob("epoch*.ckpt"))) == 1
+
+
+def test_a_callback_that_does_not_suit(run, capsys):
+    assert run("--trainer.callbacks", "RichProgressBar") == 2
+    assert "multiple progress bar callbacks" in capsys.readouterr().err
+    averaging = ["--trainer.callbacks", "StochasticWeightAveraging"]
+    assert run(*averaging, "--trainer.callbacks.swa_lrs", "1") == 2
+    assert "max_epochs" in capsys.readouterr().err
+
+
 def test_a_printed_config_prints_itself(tmp_path, capsys):
     """With the default config too, whose choice is announced beside it."""
     with pytest.raises(SystemExit):
@@ -339,6 +355,7 @@ BAD_INPUT = {
         ["--model.lr", "-1", "--model.betas", "[0.9, 1.0]"],
         ["lr is -1", "betas is (0.9, 1.0)"],
     ),
+    "float16 on a CPU": (["--trainer.precision", "16-mixed"], ["16-mixed, which is for GPUs"]),
     "recomputing what is compiled": (
         ["--model.compile", "true", "--model.norm_recompute", "true"],
         ["norm_recompute is for a model that is not compiled"],

@@ -207,6 +207,8 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
             "norm_recompute is true, which is not for a compiled model",
         ),
         (["--no_such_flag", "3"], "no_such_flag"),
+        (["--norm", "eager"], "--norm is train.py's; a comparison has --norms."),
+        (["--ckpt_path=last"], "--ckpt_path is train.py's"),
         (["velocity"], "There is no part 'velocity'"),
     ],
 )
@@ -256,12 +258,13 @@ def test_graphs_have_no_profile_and_no_memory(run, outcomes, monkeypatch, tmp_pa
         (["{}", "{}"], "one folder of results"),
         (["{}"], "no results.json"),
         (["{}/broken"], "cannot be read"),
+        (["{}/other"], "is no result of a comparison: it lacks some of name, scope"),
     ],
 )
 def test_bad_input_of_report(tmp_path, capsys, arguments, fragment):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "broken").mkdir()
-    (tmp_path / "empty" / "broken" / "results.json").write_text("{")
-    folder = tmp_path / ("empty" if fragment == "cannot be read" else "nothing")
+    for name, content in (("broken", "{"), ("other", '{"a": 1}')):
+        (tmp_path / "some" / name).mkdir(parents=True)
+        (tmp_path / "some" / name / "results.json").write_text(content)
+    folder = tmp_path / ("nothing" if arguments == ["{}"] else "some")
     assert main.main(["report", *(argument.format(folder) for argument in arguments)]) == 2
     assert fragment in errors(capsys)
