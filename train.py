@@ -321,6 +321,11 @@ def summarise(
         "step_ms_samples": recorder.step_ms,
     }
     Console().print(table(summary))
+    if ended_by is None and trainer.global_step < trainer.max_steps:
+        print(
+            f"Ended after step {trainer.global_step} of {trainer.max_steps}, by a callback or "
+            "another limit than trainer.max_steps."
+        )
     if summary["note"]:
         print(summary["note"])
     if sampler.text:

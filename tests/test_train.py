@@ -135,6 +135,16 @@ def test_what_lightning_would_write_elsewhere_is_in_the_run(run, tmp_path):
     assert len(list((tmp_path / "small-eager").glob("epoch*.ckpt"))) == 1
 
 
+def test_a_run_that_ends_early_says_so(run, capsys):
+    ends = "by a callback or another limit than trainer.max_steps"
+    assert run("--trainer.max_steps", "4") == 0
+    assert ends not in capsys.readouterr().out
+    stopping = ["--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "val_loss"]
+    stopping += ["--trainer.callbacks.patience", "1", "--trainer.callbacks.min_delta", "100"]
+    assert run("--trainer.val_check_interval", "2", *stopping) == 0
+    assert f"Ended after step 4 of 12, {ends}" in capsys.readouterr().out
+
+
 def test_a_callback_that_does_not_suit(run, capsys):
     assert run("--trainer.callbacks", "RichProgressBar") == 2
     assert "multiple progress bar callbacks" in capsys.readouterr().err
