@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from compare import child
 from compare.child import Progress
-from compare.setup import Settings, batches, make_model, make_step, norm_inputs
+from compare.setup import Settings, Step, batches, make_model, norm_inputs
 from compare.timing import ready_step, synchronize
 from kernels import RMSNorm
 
@@ -75,7 +75,7 @@ def saved_bytes_of(settings: Settings, norm: str) -> int:
 
     for hooked in (False, True):  # the first call may compile, which must not see the hooks
         x, stream = norm_inputs(settings, settings.data.batch_size)
-        with torch.autocast(settings.device.type, x.dtype, enabled=x.dtype != torch.float32):
+        with settings.autocast():
             if hooked:
                 with saved_tensors_hooks(keep, lambda tensor: tensor):
                     call(x, stream)
@@ -120,7 +120,7 @@ def largest_batch(settings: Settings, norm: str) -> int:
     Doubled until it does not fit, then bisected to within 3%.
     """
     lit = make_model(settings, norm, settings.seed)
-    step = make_step(settings, lit, lit.optimizer())
+    step = Step(settings, lit, lit.optimizer())
     [batch] = batches(settings, 1, settings.data.seed)
 
     def fits(size: int) -> bool:

@@ -9,8 +9,8 @@ controls  norms with a known fault, which the tiers above have to find
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
+from compare.child import Progress
 from compare.controls import CONTROLS
-from compare.setup import Settings, batches, make_model, make_step
+from compare.setup import Settings, Step, batches, make_model
 from compare.statistics import paired_interval, rms, smooth
 from kernels import Norm, RMSNorm, load_norm, reference
 from model.gpt import STREAM_DTYPES
 from model.lit import LitGPT, lr_factor
-
-Progress = Callable[[str, int, int], None]
 
 # --- tolerances -------------------------------------------------------------------------------
 
@@ -86,13 +85,6 @@ class Effort:
 # the batch, and in float32 pairs differ so little that three seeds do.
 ON_GPU = Effort(steps=500, seeds=8, tokens=8192, rows=8192)
 ON_CPU = Effort(steps=50, seeds=3, tokens=512, rows=256)
-
-BRANCH_DTYPES = {
-    "32-true": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
-
 
 # --- the whole --------------------------------------------------------------------------------
 
@@ -200,7 +192,7 @@ class Call:
 def calls(settings: Settings, rows: int) -> list[Call]:
     """The model's calls, then one of an odd shape, then some whose inputs are as small as eps."""
     width, eps = settings.model["n_embd"], settings.model.get("norm_eps", 1e-6)
-    branch = BRANCH_DTYPES[settings.precision]
+    branch = settings.branch_dtype
     stream = STREAM_DTYPES[settings.model.get("stream_dtype", "float32")]
     add = Call("add and norm", rows, width, branch, stream, branch)
     found = [Call("norm", rows, width, stream, None, branch), add]
@@ -224,7 +216,7 @@ def op_tier(settings: Settings, norm: str, effort: Effort) -> dict:
     for call in calls(settings, effort.rows):
         operands = Operands.random(call, eps, generator)
         found, by_definition = (
-            operands.results(norm, autocast(settings)) for norm in (tested, reference.norm)
+            operands.results(norm, settings.autocast()) for norm in (tested, reference.norm)
         )
         for name, exact in operands.exact.items():
             ulp, units = torch.finfo(found[name].dtype).eps, op_units(name, call.rows)
@@ -238,13 +230,6 @@ def op_tier(settings: Settings, norm: str, effort: Effort) -> dict:
                 for measure, of_norm, of_definition in zip(MEASURES, *of_both, strict=True)
             ]
     return _tier(cases)
-
-
-def autocast(settings: Settings) -> AbstractContextManager:
-    """The autocast that a norm runs under in training."""
-    if settings.precision == "32-true":
-        return nullcontext()
-    return torch.autocast(settings.device.type, BRANCH_DTYPES[settings.precision])
 
 
 MEASURES = "RMS", "largest"
@@ -364,7 +349,7 @@ def descend(
     lit.loss(batches[0]).backward()
     gradients = {name: p.grad.double() for name, p in lit.gpt.named_parameters()}
     lit.zero_grad()
-    step = make_step(settings, lit, SGD(lit.gpt.parameters(), lr=SGD_LR))
+    step = Step(settings, lit, SGD(lit.gpt.parameters(), lr=SGD_LR))
     return torch.stack([step(batch) for batch in batches]).tolist(), gradients
 
 
@@ -509,7 +494,7 @@ def train(
     schedule = LambdaLR(
         optimizer, lambda step: lr_factor(step, warmup, len(data), lit.hparams.min_lr_ratio)
     )
-    step = make_step(settings, lit, optimizer)
+    step = Step(settings, lit, optimizer)
     losses = []
     for done, batch in enumerate(data):
         progress(label, done, len(data))

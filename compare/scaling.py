@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compare import child, statistics
 from compare.child import Progress
-from compare.setup import Settings, Step, batches, from_config, make_model, make_step
+from compare.setup import Settings, Step, batches, from_config, make_model
 from compare.speed import BATCHES, Plan, take_turns
 from compare.timing import compilations, ready_step, warm_up
 from kernels.bench.environment import clocks
@@ -159,7 +159,7 @@ def parallel_step(settings: Settings, norm: str, fabric: Fabric) -> Step:
     """The training step of a new model that the ranks train together."""
     lit = fabric.setup_module(make_model(settings, norm, settings.seed))
     lit.mark_forward_method("loss")
-    return make_step(settings, lit, lit.optimizer())
+    return Step(settings, lit, lit.optimizer())
 
 
 def _strategy(name: str) -> str | Strategy:

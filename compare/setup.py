@@ -15,7 +15,12 @@ from model.lit import LitGPT, clip_gradients
 
 # What LitGPT takes as compile in each scope.
 SCOPES = {"eager": False, "compiled": True, "graphs": "reduce-overhead"}
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+# Lightning's names of precisions, and the dtype of the branches in each.
+PRECISIONS = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,15 @@ class Settings:
     @property
     def baseline(self) -> str:
         return self.norms[0]
+
+    @property
+    def branch_dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision]
+
+    def autocast(self) -> torch.autocast:
+        """The precision's autocast, which does nothing in float32."""
+        mixed = self.precision != "32-true"
+        return torch.autocast(self.device.type, self.branch_dtype, enabled=mixed)
 
     def with_scope(self, scope: str) -> "Settings":
         """These settings in another scope."""
@@ -113,11 +127,9 @@ class Step:
 
     def __init__(self, settings: Settings, lit: LitGPT, optimizer: Optimizer) -> None:
         self.lit, self.optimizer = lit, optimizer
-        self._device = settings.device.type
-        self._autocast = settings.precision != "32-true"
+        self._autocast = settings.autocast
         float16 = settings.precision == "16-mixed"
-        self._dtype = torch.float16 if float16 else torch.bfloat16
-        self._scaler = torch.amp.GradScaler(self._device, enabled=float16)
+        self._scaler = torch.amp.GradScaler(settings.device.type, enabled=float16)
 
     def __call__(self, batch: Tensor) -> Tensor:
         loss = self.forward(batch)
@@ -126,7 +138,7 @@ class Step:
         return loss.detach()
 
     def forward(self, batch: Tensor) -> Tensor:
-        with torch.autocast(self._device, self._dtype, enabled=self._autocast):
+        with self._autocast():
             return self.lit.loss(batch)
 
     def backward(self, loss: Tensor) -> None:
@@ -140,18 +152,9 @@ class Step:
         self.optimizer.zero_grad()
 
 
-def make_step(settings: Settings, lit: LitGPT, optimizer: Optimizer) -> Step:
-    """The step that trains `lit` with `optimizer`."""
-    return Step(settings, lit, optimizer)
-
-
 def norm_inputs(settings: Settings, batch_size: int) -> tuple[Tensor, Tensor]:
     """Random branch and stream (B, T, C) in the dtypes that they have in the model."""
-    branch = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    dtypes = (
-        branch.get(settings.precision, torch.float32),
-        STREAM_DTYPES[settings.model["stream_dtype"]],
-    )
+    dtypes = settings.branch_dtype, STREAM_DTYPES[settings.model["stream_dtype"]]
     shape = (batch_size, settings.data.context, settings.model["n_embd"])
     return tuple(
         torch.randn(shape, dtype=dtype, device=settings.device, requires_grad=True)
@@ -166,7 +169,7 @@ def norm_problems(settings: Settings, progress: Callable) -> list[str]:
         try:
             module = RMSNorm(settings.model["n_embd"], norm=norm).to(settings.device)
             x, stream = norm_inputs(settings, batch_size=1)
-            with torch.autocast(settings.device.type, x.dtype, enabled=x.dtype != torch.float32):
+            with settings.autocast():
                 y, h = module(x, module(stream).to(stream.dtype))
             (y.float().sum() + h.float().sum()).backward()
         except ValueError as error:

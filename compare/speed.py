@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compare import child, statistics
 from compare.child import Progress
-from compare.setup import Settings, Step, batches, make_model, make_step
+from compare.setup import Settings, Step, batches, make_model
 from compare.timing import (
     busy,
     host_us,
@@ -153,7 +153,7 @@ def first_calls(settings: Settings, progress: Progress) -> dict[str, dict[str, f
 def first_call(settings: Settings, progress: Progress, norm: str) -> float:
     """Seconds of the first training step of this process, with all that is loaded and compiled."""
     lit = make_model(settings, norm, settings.seed)
-    step = make_step(settings, lit, lit.optimizer())
+    step = Step(settings, lit, lit.optimizer())
     [batch] = batches(settings, 1, settings.data.seed)
     synchronize(settings.device)
     start = time.perf_counter()

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from compare import statistics
-from compare.setup import Settings, Step, make_model, make_step
+from compare.setup import Settings, Step, make_model
 from compare.trace import gpu_intervals, read_trace
 
 FLAT_STEPS = 5  # without a compilation end the warm-up
@@ -28,7 +28,7 @@ def ready_step(settings: Settings, norm: str, data: list[Tensor], warmup_steps: 
     """
     skipped = counters["inductor"]["cudagraph_skips"]
     lit = make_model(settings, norm, settings.seed)
-    step = make_step(settings, lit, lit.optimizer())
+    step = Step(settings, lit, lit.optimizer())
     warm_up(step, data, warmup_steps)
     if settings.scope == "graphs" and counters["inductor"]["cudagraph_skips"] > skipped:
         raise RuntimeError(

@@ -41,9 +41,9 @@ def test_the_largest_batch_is_found_to_within_three_percent(limit):
 
 
 def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
-    ready = memory.make_step
+    ready = memory.Step
 
-    def make_step(*arguments):
+    def limited_step(*arguments):
         step = ready(*arguments)
 
         def forward(batch, whole=step.forward):
@@ -54,7 +54,7 @@ def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
         step.forward = forward
         return step
 
-    monkeypatch.setattr(memory, "make_step", make_step)
+    monkeypatch.setattr(memory, "Step", limited_step)
     assert memory.largest_batch(settings, "eager") == 9
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning import Trainer, seed_everything
 
-from compare.setup import batches, from_config, make_model, make_step, norm_problems
+from compare.setup import Step, batches, from_config, make_model, norm_problems
 from kernels import Norm, reference
 from model.lit import LitGPT
 from tests.model.test_lit import LOSS_TOLERANCE
@@ -50,7 +50,7 @@ def test_the_step_is_the_trainers(settings, tmp_path):
     trainer.fit(trained, settings.data)
 
     lit = make_model(settings, "eager", seed=5)
-    step = make_step(settings, lit, lit.optimizer())
+    step = Step(settings, lit, lit.optimizer())
     for batch in batches(settings, 5, settings.data.seed):
         step(batch)
     for name, weight in lit.gpt.state_dict().items():
@@ -73,7 +73,7 @@ def test_precision_decides_what_the_norms_write(settings):
         lit.gpt.final_norm.register_forward_hook(
             lambda module, inputs, output, name=name: seen.update({name: output[0].dtype})
         )
-        make_step(run, lit, lit.optimizer())(batches(run, 1, 0)[0])
+        Step(run, lit, lit.optimizer())(batches(run, 1, 0)[0])
     assert seen == {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 
 
@@ -89,7 +89,7 @@ def test_another_scope_is_compiled(settings):
 def losses_in_turn(settings, norms: list[str]) -> list[torch.Tensor]:
     """Four steps of a model of each norm, one after the other in every step: (4, norms)."""
     models = [make_model(settings, norm, seed=3) for norm in norms]
-    steps = [make_step(settings, lit, lit.optimizer()) for lit in models]
+    steps = [Step(settings, lit, lit.optimizer()) for lit in models]
     return torch.tensor([[step(batch) for step in steps] for batch in batches(settings, 4, 0)])
 
 
