@@ -9,8 +9,8 @@ import torch
 
 from compare import scaling, sentences
 from compare.setup import PRECISIONS, SCOPES, Settings, from_config
-from kernels import load_norm
 from model import cli
+from model.checks import norm_problems
 from model.cli import UserError, checked_data
 
 SHORT_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -104,10 +104,13 @@ def parse(argv: list[str]) -> Request:
         config = _config(training, flags.name, norms, scopes)
         if "graphs" in scopes and config["device"] != "cuda":
             problems.append("--scopes names graphs, which are CUDA graphs and so need a GPU.")
-        if config["model"]["norm_recompute"] and set(scopes) - {"eager"}:
-            problems.append(
-                "model.norm_recompute is true, which is not for a compiled model: --scopes eager."
-            )
+        if config["model"]["norm_recompute"]:
+            problems += [problem for norm in norms for problem in norm_problems(norm, True)]
+            if set(scopes) - {"eager"}:
+                problems.append(
+                    "model.norm_recompute is true, which is not for a compiled model: --scopes "
+                    "eager."
+                )
         if flags.strategy == "fsdp" and config["precision"] == "16-mixed":
             problems.append(
                 "trainer.precision is 16-mixed, whose scaled gradients fsdp does not check for "
@@ -122,7 +125,7 @@ def parse(argv: list[str]) -> Request:
     except UserError as error:
         raise UserError(*dict.fromkeys([*problems, *error.args])) from None
     if problems:
-        raise UserError(*problems)
+        raise UserError(*dict.fromkeys(problems))
     return Request(
         from_config(config, data),
         tuple(scopes),
@@ -134,12 +137,7 @@ def parse(argv: list[str]) -> Request:
 
 
 def _problems(norms: list[str], scopes: list[str], rounds: int | None) -> list[str]:
-    problems = []
-    for norm in norms:
-        try:
-            load_norm(norm)
-        except ValueError as error:
-            problems.append(str(error))
+    problems = [problem for norm in norms for problem in norm_problems(norm)]
     if len(norms) < 2 or len(set(norms)) < len(norms):
         problems.append(f"--norms is {','.join(norms)!r}; it has to name at least two, each once.")
     if not scopes or len(set(scopes)) < len(scopes) or not set(scopes) <= set(SCOPES):

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import NORMS, RMSNorm, load_norm
 from model.lit import CUDA_GRAPHS
+from model.recompute import recompute_problems
 
 MONITORED = ("val_loss", "val_perplexity")
 # For a Trainer that is built only to hear what is wrong with its other options.
@@ -38,13 +39,13 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def norm_problems(norm: str) -> list[str]:
-    """Why there is no norm of that name, if there is none."""
+def norm_problems(name: str, norm_recompute: bool = False) -> list[str]:
+    """Why there is no norm of that name, or none that norm_recompute can be used with."""
     try:
-        load_norm(norm)
+        norm = load_norm(name)
     except ValueError as error:
         return [str(error)]
-    return []
+    return recompute_problems(norm) if norm_recompute else []
 
 
 def trial_problems(settings: Namespace) -> list[str]:

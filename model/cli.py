@@ -292,7 +292,8 @@ def checked_data(settings: Namespace) -> TextDataModule:
         UserError: with a sentence for every mistake in norm, model, data, precision and trainer.
     """
     no_folder = folder_problems(settings)
-    problems = no_folder + norm_problems(settings.norm) + trainer_problems(settings)
+    problems = no_folder + norm_problems(settings.norm, settings.model.norm_recompute)
+    problems += trainer_problems(settings)
     if not MIN_SEED <= settings.seed_everything <= MAX_SEED:
         problems.append(
             f"seed_everything is {settings.seed_everything}; it has to be from {MIN_SEED} to "

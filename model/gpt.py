@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import RMSNorm
-from model.recompute import recomputed
+from kernels import RMSNorm, load_norm
+from model.recompute import recompute_problems, recomputed
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -35,7 +35,8 @@ class GPTConfig:
         qk_norm: Whether queries and keys are normalised per head before they are rotated.
         stream_dtype: Dtype of the residual stream, "float32" or "bfloat16".
         norm_recompute: Whether the backward pass makes the output of each norm that is followed
-            by a matrix again instead of keeping it. Not for a model that is compiled.
+            by a matrix again instead of keeping it. Not for a model that is compiled, and only for
+            norms with add_is_exact.
 
     Raises:
         ValueError: naming everything that is wrong, one sentence a line.
@@ -111,6 +112,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        if config.norm_recompute and (problems := recompute_problems(load_norm(config.norm))):
+            raise ValueError("\n".join(problems))
         self.stream_dtype = STREAM_DTYPES[config.stream_dtype]
         self.embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -158,7 +161,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             branch, stream = block(branch, stream, rotary, cache)
         h, stream = self.final_norm(branch, stream)
-        with recomputed(self.config.norm_recompute, self.final_norm, h, branch, stream):
+        with recomputed(self.config.norm_recompute, self.final_norm, h, stream):
             logits = self.head(h)
         if targets is None:
             return logits
@@ -253,10 +256,10 @@ class Block(nn.Module):
             h = self.norm1(stream)
         else:
             h, stream = self.norm1(x, stream)
-        with recomputed(self.norm_recompute, self.norm1, h, x, stream):
+        with recomputed(self.norm_recompute, self.norm1, h, stream):
             x = self.attn(h, rotary, cache)
         h, stream = self.norm2(x, stream)
-        with recomputed(self.norm_recompute, self.norm2, h, x, stream):
+        with recomputed(self.norm_recompute, self.norm2, h, stream):
             x = self.mlp(h)
         return x, stream
 

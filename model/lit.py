@@ -35,7 +35,7 @@ class LitGPT(LightningModule):
         qk_norm: Whether queries and keys are normalised per head, by the same norm.
         stream_dtype: Dtype of the residual stream, float32 or (for a bf16 precision) bfloat16.
         norm_recompute: Whether the backward pass makes the norms' outputs again, which saves memory
-            and costs a little time; not for a compiled model.
+            and costs a little time; not for a compiled model, and only for norms with add_is_exact.
         lr: Learning rate after the warm-up, at its highest.
         min_lr_ratio: Learning rate of the last step as a fraction of lr.
         warmup_steps: Steps over which the learning rate rises linearly from zero to lr.

@@ -7,27 +7,36 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from kernels import RMSNorm
+from kernels import Norm, RMSNorm
 
 
-def recomputed(
-    enabled: bool, norm: RMSNorm, y: Tensor, branch: Tensor | None, stream: Tensor
-) -> AbstractContextManager:
+def recompute_problems(norm: Norm) -> list[str]:
+    """Why this norm's output cannot be made again from the stream, if it cannot."""
+    if norm.add_is_exact:
+        return []
+    return [
+        f"norm_recompute is not for norm {norm.name!r}: made again from the stream, its output "
+        "may differ in the last bit (it does not say add_is_exact). Turn it off, or take a norm "
+        "like triton or eager."
+    ]
+
+
+def recomputed(enabled: bool, norm: RMSNorm, y: Tensor, stream: Tensor) -> AbstractContextManager:
     """A context in which operations that would keep y for their backward keep the stream instead.
 
     The norm keeps the stream anyway, so that nothing more is kept for y. Gradients stay the same
-    to the last bit: y is made again, just before it is needed, in the way in which it was made.
+    to the last bit: y is made again just before it is needed, by a norm that has no
+    `recompute_problems`.
 
     Args:
         enabled: Whether to do so at all; nothing is done either where no gradient is recorded.
         norm: What made y.
         y: Its output, (..., dim).
-        branch: What it added to the stream, or None if it added nothing.
         stream: What it normalised, of y's shape: the stream after the add.
     """
     if not enabled or not torch.is_grad_enabled():
         return nullcontext()
-    again = _call_again(norm, branch, stream)
+    again = _call_again(norm, stream)
     storage = y.untyped_storage().data_ptr()
 
     def pack(tensor: Tensor):
@@ -41,16 +50,13 @@ def recomputed(
     return saved_tensors_hooks(pack, unpack)
 
 
-def _call_again(norm: RMSNorm, branch: Tensor | None, stream: Tensor) -> Callable[[], Tensor]:
-    """A function that makes y from the stream, every bit as it was.
+def _call_again(norm: RMSNorm, stream: Tensor) -> Callable[[], Tensor]:
+    """A function that makes y from the stream.
 
-    A norm that may sum in another order where it adds nothing is given a branch of zeros, and all
-    are called with the autocast and the need for gradients that they had: these decide which
-    kernels `compiled` and others take.
+    The norm is called with the autocast and the need for gradients that it had: these may decide
+    which kernels it takes.
     """
     stream = stream.detach()
-    adds = branch is not None and not norm.norm.add_is_exact
-    dtype = branch.dtype if adds else None
     device = stream.device.type
     autocast = {
         "device_type": device,
@@ -61,8 +67,6 @@ def _call_again(norm: RMSNorm, branch: Tensor | None, stream: Tensor) -> Callabl
     def again() -> Tensor:
         h = stream.detach().requires_grad_()
         with torch.enable_grad(), torch.autocast(**autocast):
-            if not adds:
-                return norm(h).detach()
-            return norm(torch.zeros_like(h, dtype=dtype).requires_grad_(), h)[0].detach()
+            return norm(h).detach()
 
     return again

@@ -370,6 +370,10 @@ BAD_INPUT = {
         ["--model.compile", "true", "--model.norm_recompute", "true"],
         ["norm_recompute is for a model that is not compiled"],
     ),
+    "recomputing what is not exact": (
+        ["--norm", "compiled", "--model.norm_recompute", "true", "--model.lr", "-1"],
+        ["norm_recompute is not for norm 'compiled'", "lr is -1"],
+    ),
     "graphs of a CPU": (["--model.compile", "reduce-overhead"], ["CUDA graphs", "needs a GPU"]),
     "compile mode": (["--model.compile", "fastest"], ["model.compile", "reduce-overhead"]),
     "name": (["--name", "a/b"], ["'a/b'"]),

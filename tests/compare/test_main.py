@@ -206,6 +206,7 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
             ["--model.norm_recompute", "true", "--scopes", "eager,compiled"],
             "norm_recompute is true, which is not for a compiled model",
         ),
+        (["--model.norm_recompute", "true", "--norms", "eager,compiled"], "for norm 'compiled'"),
         (["--no_such_flag", "3"], "no_such_flag"),
         (["--norm", "eager"], "--norm is train.py's; a comparison has --norms."),
         (["--ckpt_path=last"], "--ckpt_path is train.py's"),

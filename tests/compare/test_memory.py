@@ -21,9 +21,9 @@ ROWS, WIDTH = 4 * 16, 16  # of the fixture's settings
         ("eager", "bfloat16", "bf16-mixed", 2 * 4 * ROWS * WIDTH + 4 * ROWS),
     ],
 )
-def test_bytes_kept_for_backward(settings, norm, stream, precision, expected):
+def test_bytes_kept_for_backward(settings, device, norm, stream, precision, expected):
     model = {**settings.model, "stream_dtype": stream}
-    settings = dataclasses.replace(settings, model=model, precision=precision)
+    settings = dataclasses.replace(settings, model=model, precision=precision, device=device)
     assert memory.saved_bytes_of(settings, norm) == expected
 
 

@@ -1,5 +1,6 @@
 """Step time: what is measured in which order, when a warm-up ends, figures from given samples."""
 
+import dataclasses
 from functools import partialmethod
 
 import pytest
@@ -184,11 +185,11 @@ def test_first_calls_are_cold_then_warm_in_a_folder_of_their_own(settings, monke
     assert calls[0][1] != calls[0][2]
 
 
-def test_models_of_every_norm_are_compiled(settings, monkeypatch):
+def test_models_of_every_norm_are_compiled(settings, device, monkeypatch):
     """Each norm's model has a version of its own, without a graph break; none runs eagerly."""
     # Dynamo alone, without the minutes that Inductor takes.
     monkeypatch.setattr(GPT, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    compiled = settings.with_scope("compiled")
+    compiled = dataclasses.replace(settings, device=device).with_scope("compiled")
     data = speed.batches(compiled, 2, 0)
     for norm in ("eager", "aten", "triton"):
         before = timing.compilations()

@@ -10,12 +10,12 @@ from model.sample import sample
 
 
 @pytest.fixture
-def write(saved, capsys):
+def write(saved, capsys, device):
     """Calls it for a checkpoint with `changes`; returns its text."""
 
     def write(*flags: str, **changes) -> str:
         path = saved(**changes)
-        status = command(sample, "sample", ["--ckpt", str(path), "--device", "cpu", *flags])
+        status = command(sample, "sample", ["--ckpt", str(path), "--device", device.type, *flags])
         shown = capsys.readouterr()
         assert status == 0, shown.err
         write.notes = shown.err
@@ -24,10 +24,10 @@ def write(saved, capsys):
     return write
 
 
-def test_the_prompt_and_the_most_probable_tokens_after_it(write, saved):
+def test_the_prompt_and_the_most_probable_tokens_after_it(write, saved, device):
     gpt, _ = load_gpt(saved())
-    ids = torch.tensor([list(b"And God")])
-    expected = gpt.generate(ids, 8, temperature=0.0)[0].tolist()
+    ids = torch.tensor([list(b"And God")], device=device)
+    expected = gpt.to(device).generate(ids, 8, temperature=0.0)[0].tolist()
     text = load_tokenizer("bytes").decode(expected)
     assert write("--prompt", "And God", "--n", "8", "--temperature", "0") == text + "\n"
 
