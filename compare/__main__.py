@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from compare import child, memory, profile, report, scaling, sentences, speed
-from compare.child import ChildError, Progress
+from compare import child, memory, parity, profile, report, scaling, sentences, speed
+from compare.child import ChildError, Kept, Progress
 from compare.cli import Request, parse
 from compare.live import live
 from compare.setup import Settings
@@ -21,7 +21,7 @@ from model.files import create_run, newest_run
 from model.summary import NO_FINDING, write_json
 
 FAILS, BAD_INPUT, INTERRUPTED = 1, 2, 130
-RESULTS, SUMMARY = "results.json", "summary.json"
+RESULTS, SUMMARY, UNFINISHED = "results.json", "summary.json", "unfinished"
 KEYS = ("name", "scope", "stream_dtype", "baseline", "norms", "config", "environment", "missing")
 # Measurements of one folder come from the same code on the same hardware.
 SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
@@ -81,13 +81,17 @@ def compare(request: Request, command: str) -> int:
                 print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
-        print("Interrupted: the parts that were finished are kept.")
+        print("Interrupted: what was measured is kept.")
     finally:
         comparison.write()
     for result in comparison.results.values():
         print(sentences.headline(result))
-    for sentence in sentences.missing(list(comparison.results.values())):
-        print(sentence)
+    if missing := sentences.missing(list(comparison.results.values())):
+        print("\n".join(missing))
+        print(
+            "A part by itself, as in python -m compare speed and the same options, joins these "
+            "results, and goes on where it was cut off."
+        )
     print(f"Written to {comparison.folder}/{report.HTML}")
     return INTERRUPTED if interrupted else comparison.status()
 
@@ -164,7 +168,9 @@ class Comparison:
     def measure(self, scopes: tuple[str, ...], part: str, progress: Progress) -> None:
         """Run one part in the first of the scopes and write what it found into all of them."""
         settings, before = self.request.settings.with_scope(scopes[0]), self.results[scopes[0]]
-        found = run_part(settings, part, before, self.request, progress)
+        found = run_part(
+            settings, part, before, self.request, progress, self._kept(scopes[0], part)
+        )
         clocks = found.pop("clocks", None)
         for scope in scopes:
             result = self.results[scope]
@@ -172,7 +178,15 @@ class Comparison:
             if clocks:
                 result["environment"]["clocks"] = clocks
             result["missing"] = [name for name in result["missing"] if name != part]
+            result.get(UNFINISHED, {}).pop(part, None)
+            if not result.get(UNFINISHED):
+                result.pop(UNFINISHED, None)
             self._save(scope)
+
+    def _kept(self, scope: str, part: str) -> Kept:
+        """What was measured of a part before it was cut off; what is added is saved at once."""
+        begun = self.results[scope].setdefault(UNFINISHED, {}).setdefault(part, {})
+        return Kept(begun, lambda: self._save(scope))
 
     def write(self) -> None:
         """Write everything, however little there is, and the report over it."""
@@ -201,15 +215,15 @@ class Comparison:
 
 
 def run_part(
-    settings: Settings, part: str, result: dict, request: Request, progress: Progress
+    settings: Settings, part: str, result: dict, request: Request, progress: Progress, keep: Kept
 ) -> dict:
     """What goes under the part's name in results.json."""
     match part:
         case "speed":
-            return speed.run(settings, progress, speed.plan(settings, request.rounds))
+            return speed.run(settings, progress, keep, speed.plan(settings, request.rounds))
         case "scaling":
             plan = speed.plan(settings, request.rounds)
-            found = scaling.run(settings, progress, plan, request.strategy)
+            found = scaling.run(settings, progress, keep, plan, request.strategy)
             return {**result.get("scaling", {}), **found}
         case "profile":
             variants = result.get("speed", {}).get("variants", {})
@@ -220,9 +234,9 @@ def run_part(
             }
             return profile.run(settings, progress, measured)
         case "memory":
-            return memory.run(settings, progress)
+            return memory.run(settings, progress, keep)
         case "parity":
-            return child.call("compare.parity:run", settings.config, progress)
+            return parity.run(settings, progress, keep)
     raise AssertionError(part)
 
 

@@ -10,76 +10,145 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from compare.setup import from_config
 
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
-PRELOADED = ["compare.speed", "compare.profile", "compare.memory", "compare.parity"]
+PRELOADED = ["compare.speed", "compare.profile", "compare.memory", "compare.training"]
 
 
 class ChildError(RuntimeError):
     """A process that ended without a result; the message has the end of what it printed."""
 
 
-def call(
-    target: str,
-    config: dict,
-    progress: Progress,
-    environment: dict[str, str] | None = None,
-    **arguments: Any,
-) -> Any:
-    """What `target(settings, progress, **arguments)` returns in a process of its own.
+class Child:
+    """A call that runs in a process of its own.
 
     Args:
         target: "package.module:function"; its arguments and result are plain values (JSON).
         config: Of the settings, as `from_config` takes it.
         progress: Gets what the function reports.
         environment: Variables that are set on top of this process's own.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        config: dict,
+        progress: Progress,
+        environment: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
+        # Asks for GPUs without touching CUDA, which would not survive the server's fork.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.receiver, sender = context.Pipe(duplex=False)
+        self._target, self._progress, self._result = target, progress, None
+        self._folder = tempfile.TemporaryDirectory(prefix="compare-")
+        self._printed = Path(self._folder.name) / "printed"
+        request = target, config, {**os.environ, **(environment or {})}, arguments
+        self._process = context.Process(target=_answer, args=(sender, str(self._printed), *request))
+        self._process.start()
+        sender.close()
+
+    def listen(self) -> bool:
+        """Wait for what the process says next; returns whether that was all."""
+        try:
+            report, self._result = self.receiver.recv()
+        except EOFError:
+            return True
+        if report:
+            self._progress(*report)
+        return self._result is not None
+
+    def result(self) -> Any:
+        """What the function returned, once there is no more to listen to.
+
+        Raises:
+            ChildError: if the function raised or its process died.
+        """
+        self._process.join()
+        lines = self._printed.read_text().splitlines() if self._printed.exists() else []
+        self._folder.cleanup()
+        if self._result is None:
+            raise ChildError(
+                f"{self._target} failed in its process (exit status {self._process.exitcode}):\n"
+                + "\n".join(lines[-20:])
+            )
+        return json.loads(self._result)
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+        self._process.kill()
+        self._process.join()
+        self._folder.cleanup()
+
+
+def call(*request: Any, **options: Any) -> Any:
+    """The result of a `Child` made of these arguments.
 
     Raises:
         ChildError: if the function raises or its process dies.
     """
-    # Asks for GPUs without touching CUDA, which would not survive the server's fork.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        printed = Path(folder) / "printed"
-        request = target, config, {**os.environ, **(environment or {})}, arguments
-        process = context.Process(target=_answer, args=(sender, str(printed), *request))
-        process.start()
-        sender.close()
-        try:
-            result = _relay(receiver, progress)
-            process.join()
-        except BaseException:
-            process.kill()
-            process.join()
-            raise
-        if result is None:
-            lines = printed.read_text().splitlines()[-20:] if printed.exists() else []
-            raise ChildError(
-                f"{target} failed in its process (exit status {process.exitcode}):\n"
-                + "\n".join(lines)
-            )
-    return json.loads(result)
+    [(_, result)] = call_all({"": lambda: Child(*request, **options)}, at_once=1)
+    return result
 
 
-def _relay(receiver: Connection, progress: Progress) -> str | None:
-    """The other side's result, None if it ends without one; its reports go to `progress`."""
-    while True:
-        try:
-            report, result = receiver.recv()
-        except EOFError:
-            return None
-        if result is not None:
-            return result
-        progress(*report)
+def call_all(starts: dict[Any, Callable[[], Child]], at_once: int) -> Iterator[tuple[Any, Any]]:
+    """Name and result of every child, in the order in which they end.
+
+    Args:
+        starts: What starts each of them, by name.
+        at_once: How many may run at a time.
+
+    Raises:
+        ChildError: if one of them fails; the others are ended.
+    """
+    waiting, running = deque(starts.items()), {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name, start = waiting.popleft()
+                child = start()
+                running[child.receiver] = name, child
+            for receiver in wait(list(running)):
+                name, child = running[receiver]
+                if child.listen():
+                    del running[receiver]
+                    yield name, child.result()
+    finally:
+        for _, child in running.values():
+            child.kill()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Results of calls that are kept until the whole is complete, and then need no second call.
+
+    Args:
+        found: By name.
+        save: Called after each that is added.
+    """
+
+    found: dict[str, Any] = field(default_factory=dict)
+    save: Callable[[], None] = lambda: None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.found
+
+    def __call__(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What was kept under this name, or else what `measure` returns."""
+        if name not in self.found:
+            self.found[name] = measure()
+            self.save()
+        return self.found[name]
 
 
 def _answer(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from compare import child
-from compare.child import Progress
+from compare.child import Kept, Progress
 from compare.setup import Settings, Step, batches, make_model, norm_inputs
 from compare.timing import ready_step, synchronize
 from kernels import RMSNorm
@@ -21,32 +21,41 @@ UNKNOWN = dict.fromkeys(
 )
 
 
-def run(settings: Settings, progress: Progress) -> dict:
+def run(settings: Settings, progress: Progress, keep: Kept) -> dict:
     """Each norm's memory, as results.json has it under "memory"; peaks are None without a GPU."""
     found = {norm: dict(UNKNOWN) for norm in settings.norms}
     total = 1 + (2 * len(settings.norms) if settings.device.type == "cuda" else 0)
     progress("bytes kept for backward", 0, total)
-    saved = child.call("compare.memory:saved_bytes", settings.config, lambda *_: None)
+    saved = keep(
+        "bytes kept",
+        lambda: child.call("compare.memory:saved_bytes", settings.config, lambda *_: None),
+    )
     for norm in settings.norms:
         found[norm]["saved_bytes_per_norm"] = saved[norm]
     if settings.device.type == "cuda":
         for number, norm in enumerate(settings.norms):
             found[norm] |= on_gpu(
-                settings, norm, lambda what, i, n=number: progress(what, 1 + 2 * n + i, total)
+                settings,
+                norm,
+                lambda what, i, n=number: progress(what, 1 + 2 * n + i, total),
+                keep,
             )
     return found
 
 
-def on_gpu(settings: Settings, norm: str, progress: Callable[[str, int], None]) -> dict:
+def on_gpu(settings: Settings, norm: str, progress: Callable[[str, int], None], keep: Kept) -> dict:
     """Peaks of two fresh processes, which have to agree, and the largest batch of the second."""
 
     def call(function: str) -> dict:
-        return child.call(function, settings.config, lambda *_: None, norm=norm)
+        return keep(
+            f"{function} of {norm}",
+            lambda: child.call(function, settings.config, lambda *_: None, norm=norm),
+        )
 
     progress(f"peak of {norm}", 0)
     first = call("compare.memory:peak")
     progress(f"peak of {norm} again, and its largest batch", 1)
-    second = call("compare.memory:peak_and_largest_batch")
+    second = dict(call("compare.memory:peak_and_largest_batch"))
     return {**first, "repeat_equal": second.pop("peak") == first, **second}
 
 

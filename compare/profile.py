@@ -21,7 +21,6 @@ from compare.timing import (
 from compare.trace import RANGE, Work, attribute, fused_phase, read_trace
 from kernels import RMSNorm
 
-TOP = 12  # kernels that are listed beside the norm's own
 FUSED = (
     "In a compiled model this norm is fused with what is around it: its time is at most that of "
     "all kernels with a part of it, given here, known by the operations in their names."
@@ -146,7 +145,7 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, Interval
             "amdahl_ceiling": ceiling,
             "flag": flag,
             "note": FUSED if found["fused"] else None,
-            "top": top(found["kernels"]),
+            "top": from_the_top(found["kernels"]),
         }
     return judged
 
@@ -177,12 +176,11 @@ def above_ceiling(speedup: Interval, ceiling: float, base: dict, found: dict) ->
     )
 
 
-def top(kernels: dict[str, dict[str, float]]) -> list[dict]:
-    """The longest kernels of a step, and all that belong to norms."""
+def from_the_top(kernels: dict[str, dict[str, float]]) -> list[dict]:
+    """All kernels of a step, the longest first, and whether they belong to norms."""
     found = [
         {"kernel": name, "ms": ms, "norm": kind == "norm"}
         for kind, by_name in kernels.items()
         for name, ms in by_name.items()
     ]
-    found.sort(key=lambda kernel: -kernel["ms"])
-    return found[:TOP] + [kernel for kernel in found[TOP:] if kernel["norm"]]
+    return sorted(found, key=lambda kernel: -kernel["ms"])

@@ -19,7 +19,7 @@ from lightning.fabric.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.device_mesh import DeviceMesh
 
 from compare import child, statistics
-from compare.child import Progress
+from compare.child import Kept, Progress
 from compare.setup import Settings, Step, batches, from_config, make_model
 from compare.speed import BATCHES, Plan, take_turns
 from compare.timing import compilations, ready_step, warm_up
@@ -89,10 +89,12 @@ def _from_rank_0(value: tuple | None) -> tuple | None:
     return values[0]
 
 
-def run(settings: Settings, progress: Progress, plan: Plan, strategy: str) -> dict:
+def run(settings: Settings, progress: Progress, keep: Kept, plan: Plan, strategy: str) -> dict:
     """One entry of "scaling" in results.json, in rank 0: first it measures alone, then all do."""
-    one = child.call(
-        "compare.scaling:alone", settings.config, progress, plan=dataclasses.asdict(plan)
+    values = dataclasses.asdict(plan)
+    one = keep(
+        f"one device, {plan}",
+        lambda: child.call("compare.scaling:alone", settings.config, progress, plan=values),
     )
     _from_rank_0((settings.config, plan, strategy))
     ranks = together(settings, progress, plan, strategy)

@@ -11,6 +11,7 @@ from compare.sentences import setup, times
 
 NOT_AVAILABLE = "n/a"
 CASES_SHOWN = 8
+LONGEST = 12  # kernels of a step that are shown beside those of the norm
 
 Plot = Callable[[dict, dict[str, str]], Drawing]  # of a result and the norms' colours
 
@@ -252,7 +253,8 @@ def _profile_row(result: dict, norm: str) -> list[str]:
 
 
 def _kernels(norm: str, top: list[dict]) -> Table:
-    rows = [[k["kernel"], f"{k['ms']:.3f}", "yes" if k["norm"] else ""] for k in top]
+    listed = top[:LONGEST] + [kernel for kernel in top[LONGEST:] if kernel["norm"]]
+    rows = [[k["kernel"], f"{k['ms']:.3f}", "yes" if k["norm"] else ""] for k in listed]
     header = ["kernel", "ms", "part of the norm"]
     return Table(
         header, rows, fold=f"Longest kernels of a step with {norm}, and all of the norm", prose=True

@@ -189,8 +189,10 @@ def missing(results: list[dict]) -> list[str]:
 
 
 def times(interval: dict) -> str:
-    """ "1.33x [1.32, 1.34]": a speedup with its interval, to a third decimal where close to 1."""
-    digits = 3 if abs(interval["median"] - 1) < 0.05 else 2
+    """ "1.33x [1.32, 1.34]": a speedup with its interval, to a third decimal where close to 1 or
+    where two would not tell the interval's ends apart."""
+    low, high = f"{interval['low']:.2f}", f"{interval['high']:.2f}"
+    digits = 3 if abs(interval["median"] - 1) < 0.05 or low == high else 2
     low, high = f"{interval['low']:.{digits}f}", f"{interval['high']:.{digits}f}"
     return f"{interval['median']:.{digits}f}x [{low}, {high}]"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from compare import child, statistics
-from compare.child import Progress
+from compare.child import Kept, Progress
 from compare.setup import Settings, Step, batches, make_model
 from compare.timing import (
     busy,
@@ -50,21 +50,23 @@ def plan(settings: Settings, rounds: int | None = None) -> Plan:
     return Plan(rounds or 5, block_steps=2, warmup_steps=2, processes=1)
 
 
-def run(settings: Settings, progress: Progress, plan: Plan) -> dict:
+def run(settings: Settings, progress: Progress, keep: Kept, plan: Plan) -> dict:
     """Everything about step time, as results.json has it under "speed"."""
-    processes = []
-    for number in range(plan.processes):
-        measured = child.call(
+
+    def measured(number: int) -> dict:
+        return child.call(
             "compare.speed:measure",
             settings.config,
-            lambda what, done, total, number=number: progress(
-                what, number * total + done, plan.processes * total
-            ),
+            lambda what, done, total: progress(what, number * total + done, plan.processes * total),
             plan=asdict(plan),
             seed=number,
         )
-        processes.append(measured)
-    return summary(settings, plan, processes, first_calls(settings, progress))
+
+    processes = [
+        keep(f"process {number} of {plan}", lambda number=number: measured(number))
+        for number in range(plan.processes)
+    ]
+    return summary(settings, plan, processes, first_calls(settings, progress, keep))
 
 
 def measure(settings: Settings, progress: Progress, plan: dict, seed: int) -> dict:
@@ -124,29 +126,42 @@ def take_turns(
     return steps_ms
 
 
-def first_calls(settings: Settings, progress: Progress) -> dict[str, dict[str, float]]:
-    """Seconds of a process's first step by norm, with empty and then with filled caches.
+def first_calls(settings: Settings, progress: Progress, keep: Kept) -> dict[str, dict[str, float]]:
+    """Seconds of a process's first step by norm, with empty and then with filled caches."""
 
-    Both processes are fresh; Triton's and Inductor's caches are in a folder of their own.
-    """
+    def report(what: str, done: int) -> None:
+        progress(what, done, 2 * len(settings.norms))
+
+    return {
+        norm: keep(
+            f"first calls of {norm}",
+            lambda number=number, norm=norm: cold_and_warm(
+                settings, norm, lambda what, done: report(what, 2 * number + done)
+            ),
+        )
+        for number, norm in enumerate(settings.norms)
+    }
+
+
+def cold_and_warm(
+    settings: Settings, norm: str, report: Callable[[str, int], None]
+) -> dict[str, float]:
+    """`first_call` in two fresh processes, whose caches are in a folder of their own."""
     found = {}
-    for number, norm in enumerate(settings.norms):
-        with tempfile.TemporaryDirectory(prefix="compare-caches-") as folder:
-            caches = {
-                "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
-                "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
-            }
-            found[norm] = {}
-            for offset, cache in enumerate(("cold", "warm")):
-                done, total = 2 * number + offset, 2 * len(settings.norms)
-                progress(f"first call of {norm}, {cache} caches", done, total)
-                found[norm][cache] = child.call(
-                    "compare.speed:first_call",
-                    settings.config,
-                    lambda *_: None,
-                    environment=caches,
-                    norm=norm,
-                )
+    with tempfile.TemporaryDirectory(prefix="compare-caches-") as folder:
+        caches = {
+            "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
+        }
+        for done, cache in enumerate(("cold", "warm")):
+            report(f"first call of {norm}, {cache} caches", done)
+            found[cache] = child.call(
+                "compare.speed:first_call",
+                settings.config,
+                lambda *_: None,
+                environment=caches,
+                norm=norm,
+            )
     return found
 
 

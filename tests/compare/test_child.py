@@ -2,12 +2,13 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from compare import child
-from compare.child import ChildError
+from compare.child import Child, ChildError, Kept
 
 HERE = "child_functions"
 
@@ -20,6 +21,15 @@ def product(settings, progress, factor):
         "variable": os.environ.get("COMPARE_TEST"),
         "process": os.getpid(),
     }
+
+
+def wait_for(settings, progress, where):
+    """Says that it is there, and ends when the other one is."""
+    folder, mine, other = where
+    (Path(folder) / mine).touch()
+    while not (Path(folder) / other).exists():
+        time.sleep(0.01)
+    return mine
 
 
 def fail(settings, progress):
@@ -52,3 +62,32 @@ def test_a_function_runs_in_another_process(config, target):
 def test_its_errors_come_back(config, target):
     with pytest.raises(ChildError, match="the disk is on fire"):
         child.call(target("fail"), config, lambda *_: None)
+
+
+def test_several_run_at_a_time_and_no_more(config, target):
+    """Each waits for the other one: alone, none would ever end."""
+    meet = {name: [config["data"]["cache_dir"], name, *"ab".replace(name, "")] for name in "ab"}
+    starts = {
+        name: lambda where=where: Child(target("wait_for"), config, lambda *_: None, where=where)
+        for name, where in meet.items()
+    }
+    assert dict(child.call_all(starts, at_once=2)) == {"a": "a", "b": "b"}
+
+
+def test_one_that_fails_ends_the_others(config, target, tmp_path):
+    nowhere = [str(tmp_path), "a", "nobody"]
+    starts = {
+        "waits": lambda: Child(target("wait_for"), config, lambda *_: None, where=nowhere),
+        "fails": lambda: Child(target("fail"), config, lambda *_: None),
+    }
+    with pytest.raises(ChildError, match="the disk is on fire"):
+        dict(child.call_all(starts, at_once=2))
+
+
+def test_what_is_kept_is_not_asked_for_again():
+    saved = []
+    keep = Kept(save=lambda: saved.append(dict(keep.found)))
+    assert [keep("a", lambda: 1), keep("a", lambda: 2), keep("b", lambda: 3)] == [1, 1, 3]
+    assert saved == [{"a": 1}, {"a": 1, "b": 3}]
+    assert "a" in keep
+    assert "c" not in keep

@@ -5,22 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from compare import controls, parity
+from compare import controls, exactness, parity
 from compare.controls import CONTROLS
-from compare.parity import Effort
 from kernels import load_norm, reference
 
-LITTLE = Effort(steps=parity.WINDOW, seeds=2, tokens=32, rows=16)
+ROWS = 16  # of the operator's inputs
 
 
 @pytest.fixture
 def small(settings, device):
     return dataclasses.replace(settings, device=device)
-
-
-@pytest.fixture(scope="module")
-def references(settings, device) -> dict:
-    return parity.reference_runs(dataclasses.replace(settings, device=device), LITTLE, ignore)
 
 
 def ignore(what: str, done: int, total: int) -> None:
@@ -36,7 +30,7 @@ def test_both_cheap_tiers_catch_every_fault(small, norm, precision, stream):
     settings = dataclasses.replace(
         small, model=small.model | {"stream_dtype": stream}, precision=precision
     )
-    found = parity.control(settings, norm, LITTLE, {}, ignore)
+    found = parity.control(exactness.tiers(settings, ignore, [norm], ROWS)[norm])
     assert found["caught"]
     assert found["tier"] == "op"
     assert found["tiers"] == {"op": "fail", "float32": "fail"}
@@ -46,23 +40,16 @@ def test_in_bfloat16_inputs_as_small_as_eps_are_what_gives_a_wrong_eps_away(smal
     settings = dataclasses.replace(
         small, model=small.model | {"stream_dtype": "bfloat16"}, precision="bf16-mixed"
     )
-    cases = parity.op_tier(settings, CONTROLS["wrong eps"], LITTLE)["cases"]
+    cases = exactness.op_tier(settings, CONTROLS["wrong eps"], ROWS)["cases"]
     failed = {case["case"] for case in cases if case["error"] > case["limit"]}
     assert {"y of norm, small inputs, RMS error", "dx of norm, small inputs, RMS error"} <= failed
     assert "y of norm, RMS error" not in failed
 
 
-def test_a_norm_without_fault_goes_through_training_and_is_not_caught(small, references):
-    found = parity.control(small, "aten", LITTLE, references, ignore)
+def test_a_norm_without_fault_is_not_caught(small):
+    found = parity.control(exactness.tiers(small, ignore, ["aten"], ROWS)["aten"])
     assert not found["caught"]
     assert found["tier"] is None
-    assert list(found["tiers"]) == ["op", "float32", "training"]
-
-
-@pytest.mark.parametrize("fault", ["wrong eps", "dx without its projection term", "dw zero"])
-def test_loss_curves_alone_would_give_a_fault_away_in_float32(small, references, fault):
-    found = parity.training_tier(small, CONTROLS[fault], LITTLE, references, ignore)
-    assert found["verdict"] == "fail"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ def outcomes(monkeypatch, in_this_process) -> dict:
     At first, parity, which would take minutes, and all that is tested by itself.
     """
     outcomes = {
-        "compare.parity:run": PASS,
         "compare.setup:norm_problems": [],
         "compare.speed:first_call": 1.0,
     }
@@ -35,6 +34,7 @@ def outcomes(monkeypatch, in_this_process) -> dict:
         return outcomes[target]
 
     monkeypatch.setattr(main.child, "call", call)
+    monkeypatch.setattr(main.parity, "run", lambda *_: {**PASS, **outcomes.get("parity", {})})
     plan = speed.Plan(rounds=2, block_steps=1, warmup_steps=1, processes=1)
     monkeypatch.setattr(speed, "plan", lambda *_: plan)
     return outcomes
@@ -136,7 +136,7 @@ def test_runs_of_train_are_laid_over_each_other(tmp_path, capsys):
 
 @pytest.mark.parametrize(("verdict", "status"), [("pass", 0), ("fail", 1), ("inconclusive", 1)])
 def test_the_exit_status_is_paritys(run, outcomes, verdict, status):
-    outcomes["compare.parity:run"] = {**PASS, "verdict": verdict}
+    outcomes["parity"] = {"verdict": verdict}
     assert run("parity") == status
 
 
@@ -151,6 +151,30 @@ def test_ctrl_c_keeps_what_was_measured(run, outcomes, tmp_path, capsys):
     assert found["missing"] == ["profile", "memory", "parity"]
     assert (tmp_path / "compare-small" / "report.html").exists()
     assert "profile, memory and parity" in capsys.readouterr().out
+
+
+def test_a_part_that_was_cut_off_is_gone_on_with(run, outcomes, monkeypatch, tmp_path):
+    measured, call = [], main.child.call
+
+    def count(target, *arguments, **options):
+        measured.append(target)
+        return call(target, *arguments, **options)
+
+    monkeypatch.setattr(main.child, "call", count)
+    outcomes["compare.speed:first_call"] = KeyboardInterrupt()
+    assert run("speed") == 130
+    found = results(tmp_path / "compare-small")
+    assert found["missing"] == ["speed"]
+    assert len(found["unfinished"]["speed"]) == 1
+    outcomes["compare.speed:first_call"] = 1.0
+    assert run("speed") == 0
+    found = results(tmp_path / "compare-small")
+    assert found["missing"] == []
+    assert "unfinished" not in found
+    assert found["speed"]["variants"]["aten"]["first_call_s"] == {"cold": 1.0, "warm": 1.0}
+    assert measured.count("compare.speed:measure") == 1
+    assert run("speed") == 0  # once it is complete, it is measured anew
+    assert measured.count("compare.speed:measure") == 2
 
 
 def test_a_part_that_fails_does_not_end_the_others(run, outcomes, tmp_path, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compare import memory
+from compare.child import Kept
 
 ROWS, WIDTH = 4 * 16, 16  # of the fixture's settings
 
@@ -59,7 +60,7 @@ def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
 
 
 def test_without_a_gpu_there_are_no_peaks(settings, in_this_process):
-    found = memory.run(settings, lambda *_: None)
+    found = memory.run(settings, lambda *_: None, Kept())
     for norm in settings.norms:
         assert found[norm]["peak_allocated_gib"] is None
         assert found[norm]["largest_batch"] is None
@@ -73,7 +74,7 @@ def test_peaks_of_two_processes_have_to_agree(settings, monkeypatch):
         "compare.memory:peak_and_largest_batch": {"peak": second, "largest_batch": 40},
     }
     monkeypatch.setattr(memory.child, "call", lambda target, *_, **__: answers[target])
-    found = memory.on_gpu(settings, "eager", lambda *_: None)
+    found = memory.on_gpu(settings, "eager", lambda *_: None, Kept())
     assert found == {**first, "repeat_equal": False, "largest_batch": 40}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compare import report, sentences
+from compare import report, sections, sentences
 from model.summary import NO_FINDING
 from tests.compare.sample import sample, scaling
 
@@ -67,10 +67,14 @@ def test_headline_of_a_complete_scope():
 @pytest.mark.parametrize(
     ("over_eager", "over_compiled", "expected"),
     [
-        (1.25, 0.9, "is 1.25x [1.25, 1.25] faster than eager and slower than compiled (0.90x"),
-        (0.9, 0.8, "is slower than eager (0.90x [0.90, 0.90]) and compiled (0.80x [0.80, 0.80])"),
+        (1.25, 0.9, "is 1.250x [1.246, 1.254] faster than eager and slower than compiled (0.9"),
+        (
+            0.9,
+            0.8,
+            "slower than eager (0.900x [0.896, 0.904]) and compiled (0.800x [0.796, 0.804])",
+        ),
         (1.25, 1.001, "faster than eager and not measurably faster or slower than compiled (1.001"),
-        (1.001, 1.1, "is 1.10x [1.10, 1.10] faster than compiled and not measurably faster or "),
+        (1.001, 1.1, "is 1.100x [1.096, 1.104] faster than compiled and not measurably faster or"),
     ],
 )
 def test_headline_says_which_way_each_comparison_fell(over_eager, over_compiled, expected):
@@ -456,3 +460,12 @@ def test_two_results_of_the_same_scope_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no results"):
         report.write([], tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_longest_kernels_are_shown_and_all_of_the_norm():
+    result = sample()
+    kernels = [{"kernel": f"k{i}", "ms": 20.0 - i, "norm": i == 19} for i in range(20)]
+    result["profile"]["triton"]["top"] = kernels
+    shown = sections.sections([result])
+    tables = [t for section in shown for t in section.tables if "with triton" in t.fold]
+    assert [row[0] for row in tables[0].rows] == [*(f"k{i}" for i in range(12)), "k19"]

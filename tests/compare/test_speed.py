@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from compare import speed, timing
+from compare.child import Kept
 from compare.speed import AA, Plan
 from compare.timing import time_block, warm_up
 from model.gpt import GPT
@@ -178,7 +179,7 @@ def test_first_calls_are_cold_then_warm_in_a_folder_of_their_own(settings, monke
         return float(len(calls))
 
     monkeypatch.setattr(speed.child, "call", call)
-    found = speed.first_calls(settings, nothing)
+    found = speed.first_calls(settings, nothing, Kept())
     assert found == {"eager": {"cold": 1.0, "warm": 2.0}, "aten": {"cold": 3.0, "warm": 4.0}}
     assert calls[0] == calls[1]
     assert calls[1][1:] != calls[2][1:]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from compare import parity
+from compare import parity, training
 from compare.parity import Effort
 from data.sources import SOURCES
 from kernels.bench import __main__ as bench
@@ -130,7 +130,7 @@ def compare(words: list[str]) -> int:
         return only(["which are CUDA graphs and so need a GPU"], *words)
     few = ["--rounds", "2"] if words[0] == "speed" else []
     with pytest.MonkeyPatch.context() as patch:
-        little = Effort(steps=parity.WINDOW, seeds=2, tokens=32, rows=16)
+        little = Effort(steps=training.WINDOW, seeds=2, tokens=32, rows=16)
         patch.setattr(parity, "ON_CPU", little)
         patch.setattr(parity, "ON_GPU", little)
         status = python("-m", "compare", *words, *few, *small())
