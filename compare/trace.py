@@ -19,6 +19,9 @@ GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 NODE = "autograd::engine::evaluate_function"  # begins the name of a backward node's range
 INDUCTOR = ("triton_poi_", "triton_red_", "triton_per_")  # begin the names of its kernels
+# What is left of a norm in a compiled backward beside Inductor's fused kernels: it has aten add up
+# the partial sums of dw, and leaves no other sum of a GPT to it.
+BACKWARD, SUM = f"{NODE}: CompiledFunctionBackward", "aten::sum"
 
 
 class Work(NamedTuple):
@@ -55,7 +58,8 @@ def attribute(events: list[dict], scope: str) -> list[Work]:
     Scope "eager": forward work is what was launched inside a RANGE, backward work what the
     autograd nodes made there launched; nodes and operators share sequence numbers. Scope
     "compiled": work of norms that stay operators of their own, OPERATORS, is what these launched;
-    others are fused with what is around them, and known by the `fused_phase` of a kernel.
+    others are fused with what is around them, and known by the `fused_phase` of a kernel and by the
+    SUM of their weight's gradient.
     """
     eager = scope == "eager"
     find = _finder(_eager_ranges(events) if eager else _operator_ranges(events))
@@ -97,10 +101,14 @@ def _eager_ranges(events: list[dict]) -> dict[str, list[dict]]:
 
 
 def _operator_ranges(events: list[dict]) -> dict[str, list[dict]]:
-    return {
-        phase: [e for e in events if e["cat"] == "cpu_op" and e["name"] == OPERATORS + phase]
+    operators = [event for event in events if event["cat"] == "cpu_op"]
+    ranges = {
+        phase: [operator for operator in operators if operator["name"] == OPERATORS + phase]
         for phase in ("forward", "backward")
     }
+    inside = _finder({"backward": [e for e in operators if e["name"] == BACKWARD]})
+    ranges["backward"] += [e for e in operators if e["name"] == SUM and inside(e["tid"], e["ts"])]
+    return ranges
 
 
 def _sequence_numbers(norms: list[dict], operators: list[dict]) -> set[int]:

@@ -113,6 +113,19 @@ def test_in_a_compiled_model_our_operators_are_known():
     assert phases(events, "compiled") == expected
 
 
+def test_in_a_compiled_model_the_sum_of_partial_sums_is_the_norms():
+    events = [
+        operator("aten::sum", 0, 10),
+        *kernel("sum elsewhere", launched=5, ts=200, dur=1),
+        node("CompiledFunctionBackward", 100, 50, number=3),
+        *kernel("matmul backward", launched=105, ts=210, dur=20, tid=AUTOGRAD),
+        operator("aten::sum", 120, 10, tid=AUTOGRAD),
+        *kernel("second stage of dw", launched=125, ts=230, dur=2, tid=AUTOGRAD),
+    ]
+    expected = {"sum elsewhere": None, "matmul backward": None, "second stage of dw": "backward"}
+    assert phases(events, "compiled") == expected
+
+
 FUSED = {  # kernels of a compiled GPT, as Inductor names them
     "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_0": "forward",
     "triton_per_fused__to_copy_add_embedding_mean_mul_pow_rsqrt_t_0": "forward",
