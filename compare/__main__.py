@@ -223,7 +223,7 @@ def run_part(
             return speed.run(settings, progress, keep, speed.plan(settings, request.rounds))
         case "scaling":
             plan = speed.plan(settings, request.rounds)
-            found = scaling.run(settings, progress, keep, plan, request.strategy)
+            found = scaling.run(settings, progress, keep, plan, request.strategies)
             return {**result.get("scaling", {}), **found}
         case "profile":
             variants = result.get("speed", {}).get("variants", {})

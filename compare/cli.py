@@ -24,7 +24,7 @@ class Request:
     scopes: tuple[str, ...]
     parts: tuple[str, ...]
     rounds: int | None
-    strategy: str
+    strategies: tuple[str, ...]
     root: Path
 
 
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="python -m compare [speed|profile|memory|parity] [--config FILE] [--norms A,B,...]\n"
         "                         [--scopes A,B] [--rounds N] [--name NAME]\n"
         "                         [--model.* ...] [--data.* ...] [--trainer.* ...]\n"
-        f"       {scaling.LAUNCH} [--strategy ddp|fsdp] ...\n"
+        f"       {scaling.LAUNCH} [--strategy ddp,fsdp] ...\n"
         "       python -m compare report FOLDER\n"
         "       python -m compare report RUN RUN ...",
         description="Step time, memory and loss curves of the same model under each norm. A word "
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--strategy",
-        help="how several devices share the training: ddp (default), or fsdp for FSDP2",
+        help="how several devices share the training: ddp (default), fsdp for FSDP2, or both",
     )
     parser.add_argument(
         "--name", help="the results' directory is runs/compare-NAME (default: the config's name)"
@@ -95,7 +95,8 @@ def parse(argv: list[str]) -> Request:
     problems += [f"{flag} is train.py's; a comparison has --norms." for flag in sorted(trainings)]
     if trainings:  # whoever means a training has its other flags, too
         raise UserError(*problems)
-    problems += _part_problems(parts, scopes, flags.strategy)
+    strategies = tuple(_list(flags.strategy)) if flags.strategy else ()
+    problems += _part_problems(parts, scopes, strategies)
     others += ["--name", flags.name] if flags.name else []
     if scaling.world_size() > 1:
         others += [f"--trainer.{place}={n}" for place, n in scaling.places().items()]
@@ -111,7 +112,7 @@ def parse(argv: list[str]) -> Request:
                     "model.norm_recompute is true, which is not for a compiled model: --scopes "
                     "eager."
                 )
-        if flags.strategy == "fsdp" and config["precision"] == "16-mixed":
+        if "fsdp" in strategies and config["precision"] == "16-mixed":
             problems.append(
                 "trainer.precision is 16-mixed, whose scaled gradients fsdp does not check for "
                 "overflow on all devices alike: set bf16-mixed or 32-true, or --strategy ddp."
@@ -131,7 +132,7 @@ def parse(argv: list[str]) -> Request:
         tuple(scopes),
         parts,
         flags.rounds,
-        flags.strategy or "ddp",
+        strategies or ("ddp",),
         Path(training.trainer.default_root_dir),
     )
 
@@ -150,7 +151,9 @@ def _problems(norms: list[str], scopes: list[str], rounds: int | None) -> list[s
     return problems
 
 
-def _part_problems(parts: tuple[str, ...], scopes: list[str], strategy: str | None) -> list[str]:
+def _part_problems(
+    parts: tuple[str, ...], scopes: list[str], strategies: tuple[str, ...]
+) -> list[str]:
     """What does not go together with the parts that are asked for."""
     problems, several = [], scaling.world_size() > 1
     if parts == ("scaling",):
@@ -159,9 +162,10 @@ def _part_problems(parts: tuple[str, ...], scopes: list[str], strategy: str | No
                 "scaling measures several devices, each with a process of its own: start it with "
                 f"{scaling.LAUNCH}."
             )
-        if strategy not in (None, *scaling.STRATEGIES):
+        if not {*strategies} <= {*scaling.STRATEGIES}:
             problems.append(
-                f"--strategy is {strategy!r}; it has to be one of {', '.join(scaling.STRATEGIES)}."
+                f"--strategy is {','.join(strategies)!r}; it has to name some of "
+                f"{', '.join(scaling.STRATEGIES)}."
             )
     else:
         if several:
@@ -169,7 +173,7 @@ def _part_problems(parts: tuple[str, ...], scopes: list[str], strategy: str | No
                 f"{', '.join(parts)}: measured by one process, and torchrun started "
                 f"{scaling.world_size()}. Several devices are the part scaling: {scaling.LAUNCH}."
             )
-        if strategy is not None:
+        if strategies:
             problems.append(f"--strategy is for the part scaling: {scaling.LAUNCH}.")
     if len(parts) == 1 and "graphs" in scopes and parts[0] not in sentences.parts("graphs"):
         problems.append(f"{parts[0]} is not measured in scope graphs.")

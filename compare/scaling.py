@@ -89,18 +89,24 @@ def _from_rank_0(value: tuple | None) -> tuple | None:
     return values[0]
 
 
-def run(settings: Settings, progress: Progress, keep: Kept, plan: Plan, strategy: str) -> dict:
-    """One entry of "scaling" in results.json, in rank 0: first it measures alone, then all do."""
+def run(
+    settings: Settings, progress: Progress, keep: Kept, plan: Plan, strategies: Sequence[str]
+) -> dict:
+    """Entries of "scaling" in results.json, in rank 0: first it measures alone, then all do, once
+    with each strategy."""
     values = dataclasses.asdict(plan)
     one = keep(
         f"one device, {plan}",
         lambda: child.call("compare.scaling:alone", settings.config, progress, plan=values),
     )
-    _from_rank_0((settings.config, plan, strategy))
-    ranks = together(settings, progress, plan, strategy)
-    samples, at_work = zip(*ranks, strict=True)
-    found = summary(settings, plan, strategy, one, samples) | {"clocks": at_work}
-    return {f"{strategy}-{len(ranks)}": found}
+    found = {}
+    for strategy in strategies:
+        _from_rank_0((settings.config, plan, strategy))
+        ranks = together(settings, progress, plan, strategy)
+        samples, at_work = zip(*ranks, strict=True)
+        entry = summary(settings, plan, strategy, one, samples) | {"clocks": at_work}
+        found[f"{strategy}-{len(ranks)}"] = entry
+    return found
 
 
 def alone(settings: Settings, progress: Progress, plan: dict) -> Samples:
@@ -140,7 +146,7 @@ def in_this_rank(
         settings.data.train_batch(step, rank(), world_size()).to(fabric.device)
         for step in range(BATCHES)
     ]
-    what, total = f"{world_size()} devices", len(settings.norms) + plan.rounds
+    what, total = f"{world_size()} devices, {strategy}", len(settings.norms) + plan.rounds
     for done, norm in enumerate(settings.norms):
         progress(f"{what}: warming up {norm}", done, total)
         steps[norm] = parallel_step(settings, norm, fabric)

@@ -222,7 +222,7 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
         (["--scopes", "eager,graphs"], "graphs, which are CUDA graphs and so need a GPU"),
         (["memory", "--scopes", "graphs"], "memory is not measured in scope graphs"),
         (["scaling"], "start it with torchrun --nproc-per-node 2 -m compare scaling"),
-        (["scaling", "--strategy", "horovod"], "one of ddp, fsdp"),
+        (["scaling", "--strategy", "horovod"], "some of ddp, fsdp"),
         (["speed", "--strategy", "ddp"], "--strategy is for the part scaling"),
         (["scaling", "--strategy", "fsdp", "--trainer.precision", "16-mixed"], "overflow"),
         (["--trainer.precision", "64-true"], "32-true, bf16-mixed, 16-mixed"),
@@ -267,7 +267,7 @@ def test_graphs_have_no_profile_and_no_memory(run, outcomes, monkeypatch, tmp_pa
     monkeypatch.setattr(main.speed, "run", lambda *_: {"variants": {}, "from": "graphs"})
     monkeypatch.setattr(main.report, "write", lambda *_: None)
     settings = main.parse(["--config", str(tmp_path / "small.yaml")]).settings
-    request = main.Request(settings, ("graphs",), sentences.PARTS, None, "ddp", tmp_path)
+    request = main.Request(settings, ("graphs",), sentences.PARTS, None, ("ddp",), tmp_path)
     assert main.compare(request, "command") == 0
     found = results(tmp_path / "compare-small")
     assert found["speed"]["from"] == "graphs"
