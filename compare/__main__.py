@@ -89,8 +89,8 @@ def compare(request: Request, command: str) -> int:
     if missing := sentences.missing(list(comparison.results.values())):
         print("\n".join(missing))
         print(
-            "A part by itself, as in python -m compare speed and the same options, joins these "
-            "results, and goes on where it was cut off."
+            "Parts by themselves, as in python -m compare speed,memory and the same options, join "
+            "these results, and go on where they were cut off."
         )
     print(f"Written to {comparison.folder}/{report.HTML}")
     return INTERRUPTED if interrupted else comparison.status()
@@ -137,9 +137,10 @@ class Comparison:
 
     @classmethod
     def open(cls, request: Request, command: str) -> "Comparison":
-        """A new folder, or for a single part the newest of this name that has the same settings."""
+        """A new folder, or for some of the parts the newest of this name with the same settings."""
         name, about = f"compare-{request.settings.name}", environment()
-        folder = newest_run(request.root, name) if len(request.parts) == 1 else None
+        some = request.parts != sentences.PARTS
+        folder = newest_run(request.root, name) if some else None
         found = {result["scope"]: result for result in map(read, result_files(folder))}
         if not found or not all(_continues(r, request, about) for r in found.values()):
             folder, found = create_run(request.root, name), {}

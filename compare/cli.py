@@ -31,17 +31,17 @@ class Request:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m compare",
-        usage="python -m compare [speed|profile|memory|parity] [--config FILE] [--norms A,B,...]\n"
+        usage="python -m compare [speed,profile,memory,parity] [--config FILE] [--norms A,B,...]\n"
         "                         [--scopes A,B] [--rounds N] [--name NAME]\n"
         "                         [--model.* ...] [--data.* ...] [--trainer.* ...]\n"
         f"       {scaling.LAUNCH} [--strategy ddp,fsdp] ...\n"
         "       python -m compare report FOLDER\n"
         "       python -m compare report RUN RUN ...",
-        description="Step time, memory and loss curves of the same model under each norm. A word "
-        "in front runs that part alone, and adds it to the comparison of this name if the settings "
-        "are the same; report writes the report anew from the results.json files in a folder, or "
-        "lays runs of train.py over each other. scaling, under torchrun, measures several devices, "
-        "each with data.batch_size sequences.",
+        description="Step time, memory and loss curves of the same model under each norm. Parts "
+        "named in front (speed,memory) run alone, and are added to the comparison of this name if "
+        "the settings are the same; report writes the report anew from the results.json files in a "
+        "folder, or lays runs of train.py over each other. scaling, under torchrun, measures "
+        "several devices, each with data.batch_size sequences.",
         epilog="--config, --model.*, --data.*, --trainer.* and --seed_everything are those of "
         "train.py (python train.py --help); without a config, tiny.yaml or, with a GPU, "
         "small.yaml. Exit status: 0 parity holds (or was not asked for), 1 it fails, is "
@@ -82,12 +82,12 @@ def parse(argv: list[str]) -> Request:
     """
     parts = sentences.PARTS
     if argv and not argv[0].startswith("-"):
-        known = *parts, "scaling"
-        if argv[0] not in known:
+        known, parts = (*parts, "scaling"), tuple(_list(argv[0]))
+        if not set(parts) <= set(known):
             raise UserError(
                 f"There is no part {argv[0]!r}; there are {', '.join(known)} and report."
             )
-        parts, argv = (argv[0],), argv[1:]
+        argv = argv[1:]
     flags, others = build_parser().parse_known_args(argv)
     norms, scopes = _list(flags.norms), _list(flags.scopes)
     problems = _problems(norms, scopes, flags.rounds)
@@ -156,7 +156,9 @@ def _part_problems(
 ) -> list[str]:
     """What does not go together with the parts that are asked for."""
     problems, several = [], scaling.world_size() > 1
-    if parts == ("scaling",):
+    if "scaling" in parts:
+        if len(parts) > 1:
+            problems.append("scaling is measured by itself: name no other part with it.")
         if not several:
             problems.append(
                 "scaling measures several devices, each with a process of its own: start it with "
@@ -175,8 +177,9 @@ def _part_problems(
             )
         if strategies:
             problems.append(f"--strategy is for the part scaling: {scaling.LAUNCH}.")
-    if len(parts) == 1 and "graphs" in scopes and parts[0] not in sentences.parts("graphs"):
-        problems.append(f"{parts[0]} is not measured in scope graphs.")
+    if parts != sentences.PARTS and "graphs" in scopes:
+        absent = [part for part in parts if part in sentences.NOT_WITH_GRAPHS]
+        problems += [f"{part} is not measured in scope graphs." for part in absent]
     return problems
 
 

@@ -106,12 +106,13 @@ def test_parity_is_in_the_results_of_every_scope(run, outcomes, tmp_path):
         assert found["missing"] == []
 
 
-def test_a_single_part_joins_a_comparison_with_the_same_settings(run, outcomes, tmp_path):
+def test_single_parts_join_a_comparison_with_the_same_settings(run, outcomes, tmp_path):
     outcomes |= {"compare.memory:saved_bytes": {"eager": 1, "aten": 2}}
-    assert run("memory") == 0
+    assert run("speed,memory") == 0
     assert run("parity") == 0
     found = results(tmp_path / "compare-small")
-    assert {"memory", "parity"} <= found.keys()
+    assert {"speed", "memory", "parity"} <= found.keys()
+    assert "profile" not in found
     assert len(found["command"].splitlines()) == 2
     assert run("memory", "--seed_everything", "1") == 0  # other settings, another folder
     assert "parity" not in results(tmp_path / "compare-small-2")
@@ -235,6 +236,8 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
         (["--norm", "eager"], "--norm is train.py's; a comparison has --norms."),
         (["--ckpt_path=last"], "--ckpt_path is train.py's"),
         (["velocity"], "There is no part 'velocity'"),
+        (["speed,velocity"], "There is no part 'speed,velocity'"),
+        (["speed,scaling"], "scaling is measured by itself"),
     ],
 )
 def test_bad_input(run, capsys, arguments, fragment):
