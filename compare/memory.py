@@ -133,6 +133,10 @@ def largest_batch(settings: Settings, norm: str) -> int:
     [batch] = batches(settings, 1, settings.data.seed)
 
     def fits(size: int) -> bool:
+        # As at the start of a training: the optimizer's state, which lasts, comes to lie among the
+        # tensors of this size's first step. Left from another size, it would keep blocks of memory
+        # that nothing of this one fits into.
+        step.optimizer.state.clear()
         gc.collect()  # of a size that did not fit, too, whose traceback is gone by now
         torch.cuda.empty_cache()
         repeated = batch[torch.arange(size, device=batch.device) % len(batch)]

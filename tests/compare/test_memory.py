@@ -42,12 +42,14 @@ def test_the_largest_batch_is_found_to_within_three_percent(limit):
 
 
 def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
-    ready = memory.Step
+    """Each size is tried as a training begins: without the optimizer's state of another size."""
+    ready, states = memory.Step, []
 
     def limited_step(*arguments):
         step = ready(*arguments)
 
         def forward(batch, whole=step.forward):
+            states.append((len(batch), len(step.optimizer.state)))
             if len(batch) > 9:
                 raise torch.OutOfMemoryError("out of memory")
             return whole(batch)
@@ -57,6 +59,9 @@ def test_a_batch_that_does_not_fit_is_an_answer(settings, monkeypatch):
 
     monkeypatch.setattr(memory, "Step", limited_step)
     assert memory.largest_batch(settings, "eager") == 9
+    assert all(state == 0 for size, state in states if size > 9)
+    fitting = [state > 0 for size, state in states if size <= 9]
+    assert fitting == [False, True] * (len(fitting) // 2)  # two steps of each
 
 
 def test_without_a_gpu_there_are_no_peaks(settings, in_this_process):
