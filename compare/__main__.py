@@ -186,8 +186,14 @@ class Comparison:
 
     def _kept(self, scope: str, part: str) -> Kept:
         """What was measured of a part before it was cut off; what is added is saved at once."""
-        begun = self.results[scope].setdefault(UNFINISHED, {}).setdefault(part, {})
-        return Kept(begun, lambda: self._save(scope))
+        result = self.results[scope]
+        begun = result.get(UNFINISHED, {}).get(part, {})
+
+        def save() -> None:
+            result.setdefault(UNFINISHED, {})[part] = begun
+            self._save(scope)
+
+        return Kept(begun, save)
 
     def write(self) -> None:
         """Write everything, however little there is, and the report over it."""

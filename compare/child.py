@@ -20,7 +20,7 @@ from typing import Any
 from compare.setup import from_config
 
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
-PRELOADED = ["compare.speed", "compare.profile", "compare.memory", "compare.training"]
+PRELOADED = [f"compare.{part}" for part in ("speed", "profile", "memory", "exactness", "training")]
 
 
 class ChildError(RuntimeError):
