@@ -5,6 +5,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from compare.statistics import Interval
 from model import overview
 from model.cli import UserError
 from model.environment import environment
-from model.files import create_run, newest_run
+from model.files import create_run, newest_run, owned
 from model.summary import NO_FINDING, write_json
 
 FAILS, BAD_INPUT, INTERRUPTED = 1, 2, 130
 RESULTS, SUMMARY, UNFINISHED = "results.json", "summary.json", "unfinished"
+PARTS = (*sentences.PARTS, "scaling")
 KEYS = ("name", "scope", "stream_dtype", "baseline", "norms", "config", "environment", "missing")
 # Measurements of one folder come from the same code on the same hardware.
 SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
@@ -39,6 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print("\n".join(f"error: {sentence}" for sentence in error.args), file=sys.stderr)
         status = BAD_INPUT
+    except OSError as error:  # such as a full disk
+        print(f"error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        status = FAILS
     except SystemExit as end:  # argparse's, after --help and for a flag without its value
         status = end.code or 0
     except KeyboardInterrupt:
@@ -59,17 +64,22 @@ def run(argv: list[str]) -> int:
     request = parse(argv)
     with live("trying the norms") as progress:
         config = request.settings.config
-        if problems := child.call("compare.setup:norm_problems", config, progress):
+        try:
+            problems = child.call("compare.setup:norm_problems", config, progress)
+        except ChildError as error:  # a norm that ended its process
+            raise UserError(str(error)) from None
+        if problems:
             raise UserError(*problems)
-    return compare(request, shlex.join([*scaling.launcher(), "-m", "compare", *argv]))
+    command = shlex.join([*scaling.launcher(), "-m", "compare", *argv])
+    with Comparison.open(request, command) as comparison:
+        return compare(comparison)
 
 
-def compare(request: Request, command: str) -> int:
+def compare(comparison: "Comparison") -> int:
     """Run the parts asked for, one after the other; results and report are there in any case."""
-    comparison = Comparison.open(request, command)
-    jobs, interrupted = list(comparison.jobs()), False
+    jobs, failed, interrupted = list(comparison.jobs()), False, False
     print(f"Results go to {comparison.folder}/")
-    if request.settings.device.type != "cuda":
+    if comparison.request.settings.device.type != "cuda":
         print(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
     try:
         for number, (scopes, part) in enumerate(jobs, start=1):
@@ -78,6 +88,7 @@ def compare(request: Request, command: str) -> int:
                 with live(title) as progress:
                     comparison.measure(scopes, part, progress)
             except ChildError as error:
+                failed = True
                 print(f"error: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
@@ -93,7 +104,7 @@ def compare(request: Request, command: str) -> int:
             "these results, and go on where they were cut off."
         )
     print(f"Written to {comparison.folder}/{report.HTML}")
-    return INTERRUPTED if interrupted else comparison.status()
+    return INTERRUPTED if interrupted else FAILS if failed else comparison.status()
 
 
 def rebuild(arguments: list[str]) -> int:
@@ -136,26 +147,46 @@ class Comparison:
     results: dict[str, dict]
 
     @classmethod
-    def open(cls, request: Request, command: str) -> "Comparison":
-        """A new folder, or for some of the parts the newest of this name with the same settings."""
+    @contextmanager
+    def open(cls, request: Request, command: str) -> Iterator["Comparison"]:
+        """In a new folder, or for parts by name in the newest that has the same settings.
+
+        Raises:
+            UserError: if another process is at work in that folder.
+        """
         name, about = f"compare-{request.settings.name}", environment()
-        some = request.parts != sentences.PARTS
-        folder = newest_run(request.root, name) if some else None
-        found = {result["scope"]: result for result in map(read, result_files(folder))}
-        if not found or not all(_continues(r, request, about) for r in found.values()):
-            folder, found = create_run(request.root, name), {}
-        results = dict(found)
+
+        def continues(folder: Path) -> bool:
+            found = list(map(read, result_files(folder)))
+            return bool(found) and all(_continues(result, request, about) for result in found)
+
+        folder = newest_run(request.root, name, continues) if request.joins else None
+        folder = folder or create_run(request.root, name)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(owned(folder))
+            except BlockingIOError:
+                raise UserError(
+                    f"Another comparison is at work in {folder}: wait for its end, or give this "
+                    "one another --name."
+                ) from None
+            yield cls(request, folder, {})._begin(command, about)
+
+    def _begin(self, command: str, about: dict) -> "Comparison":
+        """Read what is there, and note what will be measured."""
+        request, results = self.request, self.results
+        found = {result["scope"]: result for result in map(read, result_files(self.folder))}
+        results |= found
         for scope in request.scopes:
             settings = request.settings.with_scope(scope)
             result = results[scope] = found.get(scope) or empty_result(settings)
             result["environment"] = result.get("environment", {}) | about
             commands = [result.get("command"), command]
             result["command"] = "\n".join(dict.fromkeys(filter(None, commands)))
-        comparison = cls(request, folder, results)
-        for scopes, part in comparison.jobs():
+        for scopes, part in self.jobs():
             for result in (results[scope] for scope in scopes):
                 result["missing"] += {part} - {*result["missing"], *result}
-        return comparison
+        return self
 
     def jobs(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Scopes and part, in order. Parity, which takes longest, is the same for all scopes."""
@@ -283,6 +314,13 @@ def read(path: Path) -> dict:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(result, dict) or not {*KEYS} <= result.keys():
         raise UserError(f"{path} is no result of a comparison: it lacks some of {', '.join(KEYS)}.")
+    tables = [key for key in ("environment", "config", *PARTS, UNFINISHED) if key in result]
+    if damaged := [key for key in tables if not isinstance(result[key], dict)]:
+        raise UserError(f"{path} is damaged: {', '.join(damaged)} should be a table.")
+    if not all(isinstance(found, dict) for found in result.get(UNFINISHED, {}).values()):
+        raise UserError(f"{path} is damaged: {UNFINISHED} should hold a table for each part.")
+    if not isinstance(result["missing"], list):
+        raise UserError(f"{path} is damaged: missing should be a list.")
     return result
 
 

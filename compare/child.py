@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ class Child:
             ChildError: if the function raised or its process died.
         """
         self._process.join()
-        lines = self._printed.read_text().splitlines() if self._printed.exists() else []
+        printed = self._printed.read_bytes() if self._printed.exists() else b""
+        lines = printed.decode(errors="replace").splitlines()
         self._folder.cleanup()
         if self._result is None:
             raise ChildError(
@@ -154,7 +156,8 @@ class Kept:
 def _answer(
     sender: Connection, printed: str, target: str, config: dict, variables: dict, arguments: dict
 ) -> None:
-    """The other side of `call`; all that it prints, or its libraries do, goes to a file."""
+    """The other side of `Child`; all that it prints, or its libraries do, goes to a file."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     file = os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
@@ -167,3 +170,9 @@ def _answer(
         **arguments,
     )
     sender.send((None, json.dumps(found)))
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that asked for it is gone, however that ended."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

@@ -23,6 +23,7 @@ class Request:
     settings: Settings
     scopes: tuple[str, ...]
     parts: tuple[str, ...]
+    joins: bool  # the parts were named: they are added to a comparison that is there
     rounds: int | None
     strategies: tuple[str, ...]
     root: Path
@@ -80,10 +81,10 @@ def parse(argv: list[str]) -> Request:
         UserError: with a sentence for everything that is wrong.
         SystemExit: after --help, and for flags without a value or of a wrong type.
     """
-    parts = sentences.PARTS
-    if argv and not argv[0].startswith("-"):
-        known, parts = (*parts, "scaling"), tuple(_list(argv[0]))
-        if not set(parts) <= set(known):
+    parts, named = sentences.PARTS, bool(argv) and not argv[0].startswith("-")
+    if named:
+        known, parts = (*parts, "scaling"), tuple(dict.fromkeys(_list(argv[0])))
+        if not parts or not set(parts) <= set(known):
             raise UserError(
                 f"There is no part {argv[0]!r}; there are {', '.join(known)} and report."
             )
@@ -96,7 +97,7 @@ def parse(argv: list[str]) -> Request:
     if trainings:  # whoever means a training has its other flags, too
         raise UserError(*problems)
     strategies = tuple(_list(flags.strategy)) if flags.strategy else ()
-    problems += _part_problems(parts, scopes, strategies)
+    problems += _part_problems(parts if named else (), scopes, strategies)
     others += ["--name", flags.name] if flags.name else []
     if scaling.world_size() > 1:
         others += [f"--trainer.{place}={n}" for place, n in scaling.places().items()]
@@ -131,6 +132,7 @@ def parse(argv: list[str]) -> Request:
         from_config(config, data),
         tuple(scopes),
         parts,
+        named,
         flags.rounds,
         strategies or ("ddp",),
         Path(training.trainer.default_root_dir),
@@ -154,7 +156,7 @@ def _problems(norms: list[str], scopes: list[str], rounds: int | None) -> list[s
 def _part_problems(
     parts: tuple[str, ...], scopes: list[str], strategies: tuple[str, ...]
 ) -> list[str]:
-    """What does not go together with the parts that are asked for."""
+    """What does not go together with the parts that are named."""
     problems, several = [], scaling.world_size() > 1
     if "scaling" in parts:
         if len(parts) > 1:
@@ -172,12 +174,13 @@ def _part_problems(
     else:
         if several:
             problems.append(
-                f"{', '.join(parts)}: measured by one process, and torchrun started "
-                f"{scaling.world_size()}. Several devices are the part scaling: {scaling.LAUNCH}."
+                f"{', '.join(parts or sentences.PARTS)}: measured by one process, and torchrun "
+                f"started {scaling.world_size()}. Several devices are the part scaling: "
+                f"{scaling.LAUNCH}."
             )
         if strategies:
             problems.append(f"--strategy is for the part scaling: {scaling.LAUNCH}.")
-    if parts != sentences.PARTS and "graphs" in scopes:
+    if "graphs" in scopes:
         absent = [part for part in parts if part in sentences.NOT_WITH_GRAPHS]
         problems += [f"{part} is not measured in scope graphs." for part in absent]
     return problems

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -222,8 +223,12 @@ def judge(losses: dict, finals: dict) -> dict:
         latter differ by more than the margin. inconclusive: neither is known.
     """
 
+    # What was kept in a file has null for a loss that is not a number.
+    losses = {seed: _numbers(curves) for seed, curves in losses.items()}
+    finals = {seed: _numbers(found) for seed, found in finals.items()}
+
     def drift(run: str) -> list[float]:
-        pairs = [np.subtract(curves[run], curves["reference"]) for curves in losses.values()]
+        pairs = [curves[run] - curves["reference"] for curves in losses.values()]
         return [rms(smooth(pair, WINDOW)) for pair in pairs]
 
     difference, largest_null = rms(drift("candidate")), float(np.max(drift("null")))
@@ -250,6 +255,14 @@ def judge(losses: dict, finals: dict) -> dict:
             f"loss curves {ratio:.2g} times as far apart as the null runs', final difference "
             f"{final.low:.2g} to {final.high:.2g} at a margin of {margin:.2g}"
         ),
-        "finals": finals,
-        "curves": losses,
+        "finals": {seed: _plain(found) for seed, found in finals.items()},
+        "curves": {seed: _plain(curves) for seed, curves in losses.items()},
     }
+
+
+def _numbers(runs: dict) -> dict[str, NDArray]:
+    return {run: np.array(values, dtype=np.float64) for run, values in runs.items()}
+
+
+def _plain(runs: dict[str, NDArray]) -> dict:
+    return {run: values.tolist() for run, values in runs.items()}

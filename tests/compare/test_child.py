@@ -1,6 +1,7 @@
 """Processes of their own: results, progress, errors, environment."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,9 +28,15 @@ def wait_for(settings, progress, where):
     """Says that it is there, and ends when the other one is."""
     folder, mine, other = where
     (Path(folder) / mine).touch()
+    (Path(folder) / f"{mine}-{os.getpid()}").touch()
     while not (Path(folder) / other).exists():
         time.sleep(0.01)
     return mine
+
+
+def print_bytes(settings, progress):
+    os.write(1, b"\xff\xfe")
+    return 1
 
 
 def fail(settings, progress):
@@ -91,3 +98,31 @@ def test_what_is_kept_is_not_asked_for_again():
     assert saved == [{"a": 1}, {"a": 1, "b": 3}]
     assert "a" in keep
     assert "c" not in keep
+
+
+def test_what_it_prints_need_not_be_text(config, target):
+    assert child.call(target("print_bytes"), config, lambda *_: None) == 1
+
+
+def test_it_ends_with_the_process_that_asked_for_it(config, target, tmp_path):
+    """A process that is killed leaves none behind, however long that one would take."""
+    where = [str(tmp_path), "there", "nobody"]
+    code = (
+        f"import sys; sys.path[:] = {sys.path}\n"
+        "from compare import child\n"
+        f"child.call({target('wait_for')!r}, {config!r}, print, where={where})"
+    )
+    asker = subprocess.Popen([sys.executable, "-c", code])
+    process = wait_until(lambda: next(tmp_path.glob("there-*"), None))
+    asker.kill()
+    asker.wait()
+    number = int(process.name.rpartition("-")[2])
+    wait_until(lambda: not Path(f"/proc/{number}").exists())
+
+
+def wait_until(found):
+    end = time.monotonic() + 60
+    while not (result := found()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return result

@@ -189,6 +189,72 @@ def test_a_part_that_fails_does_not_end_the_others(run, outcomes, tmp_path, caps
     assert "error: out of memory" in capsys.readouterr().err
 
 
+def test_a_part_that_fails_when_it_is_measured_again_is_a_failure(run, outcomes, tmp_path):
+    assert run("parity") == 0
+    assert run("speed,parity") == 0
+    outcomes["compare.speed:measure"] = main.ChildError("out of memory")
+    assert run("speed,parity") == 1
+    assert "speed" in results(tmp_path / "compare-small")
+
+
+def test_all_parts_by_name_go_on_and_without_names_begin_anew(run, outcomes, tmp_path):
+    outcomes |= {"compare.memory:saved_bytes": {"eager": 1, "aten": 2}}
+    outcomes["compare.profile:measure"] = KeyboardInterrupt()
+    assert run("speed,profile,memory,parity") == 130
+    del outcomes["compare.profile:measure"]
+    assert run("speed,profile,memory,parity") == 0
+    assert results(tmp_path / "compare-small")["missing"] == []
+    assert not (tmp_path / "compare-small-2").exists()
+    assert run() == 0
+    assert (tmp_path / "compare-small-2").exists()
+
+
+def test_parts_join_the_newest_with_the_same_settings(run, outcomes, tmp_path):
+    assert run("parity") == 0
+    assert run("parity", "--seed_everything", "1") == 0
+    (tmp_path / "compare-small-3").mkdir()  # of a command that was killed early
+    outcomes |= {"compare.memory:saved_bytes": {"eager": 1, "aten": 2}}
+    assert run("memory") == 0
+    assert {"memory", "parity"} <= results(tmp_path / "compare-small").keys()
+
+
+def test_two_at_a_time_in_one_folder_are_refused(run, outcomes, tmp_path, capsys):
+    assert run("parity") == 0
+    before = results(tmp_path / "compare-small")
+    with main.owned(tmp_path / "compare-small"):
+        assert run("parity") == 2
+    assert "Another comparison is at work in" in errors(capsys)
+    assert results(tmp_path / "compare-small") == before
+
+
+def test_a_full_disk_is_said(run, outcomes, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device", "report.html")
+
+    monkeypatch.setattr(main.report, "write", full)
+    assert run("parity") == 1
+    assert errors(capsys).endswith("error: report.html: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("unfinished", None),
+        ("unfinished", {"speed": None}),
+        ("missing", None),
+        ("environment", None),
+        ("speed", []),
+    ],
+)
+def test_results_that_somebody_damaged_are_bad_input(run, outcomes, tmp_path, capsys, key, value):
+    assert run("parity") == 0
+    path = tmp_path / "compare-small" / "results.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    for command in (lambda: run("parity"), lambda: main.main(["report", str(path.parent)])):
+        assert command() == 2
+        assert f"is damaged: {key} should" in errors(capsys)
+
+
 def errors(capsys) -> str:
     return capsys.readouterr().err
 
@@ -237,6 +303,7 @@ def test_everything_that_is_wrong_is_said_at_once(run, capsys, tmp_path):
         (["--ckpt_path=last"], "--ckpt_path is train.py's"),
         (["velocity"], "There is no part 'velocity'"),
         (["speed,velocity"], "There is no part 'speed,velocity'"),
+        ([","], "There is no part ','"),
         (["speed,scaling"], "scaling is measured by itself"),
     ],
 )
@@ -252,6 +319,12 @@ def test_a_norm_that_does_not_run_here_is_bad_input(run, outcomes, capsys, tmp_p
     assert run() == 2
     assert "error: norm 'liger' needs x on a GPU" in errors(capsys)
     assert not list(tmp_path.glob("compare-*"))
+
+
+def test_a_norm_that_ends_its_process_is_bad_input(run, outcomes, capsys):
+    outcomes["compare.setup:norm_problems"] = main.ChildError("failed in its process")
+    assert run() == 2
+    assert "error: failed in its process" in errors(capsys)
 
 
 def test_torchrun_is_for_scaling(run, monkeypatch, capsys):
@@ -270,8 +343,9 @@ def test_graphs_have_no_profile_and_no_memory(run, outcomes, monkeypatch, tmp_pa
     monkeypatch.setattr(main.speed, "run", lambda *_: {"variants": {}, "from": "graphs"})
     monkeypatch.setattr(main.report, "write", lambda *_: None)
     settings = main.parse(["--config", str(tmp_path / "small.yaml")]).settings
-    request = main.Request(settings, ("graphs",), sentences.PARTS, None, ("ddp",), tmp_path)
-    assert main.compare(request, "command") == 0
+    request = main.Request(settings, ("graphs",), sentences.PARTS, False, None, ("ddp",), tmp_path)
+    with main.Comparison.open(request, "command") as comparison:
+        assert main.compare(comparison) == 0
     found = results(tmp_path / "compare-small")
     assert found["speed"]["from"] == "graphs"
     assert not {"profile", "memory"} & found.keys()

@@ -108,6 +108,16 @@ def test_a_training_that_diverges_fails(run):
     assert judge(**{run: lambda seed: np.full(STEPS, np.nan)})["verdict"] == "fail"
 
 
+def test_a_loss_that_is_null_in_the_file_it_was_kept_in_fails():
+    found = judge(candidate=lambda seed: np.full(STEPS, np.nan))
+    curves = {
+        seed: {run: [None if x != x else x for x in values] for run, values in runs.items()}
+        for seed, runs in found["curves"].items()
+    }
+    again = training.judge(curves, found["finals"])
+    assert again["verdict"] == found["verdict"] == "fail"
+
+
 def test_a_final_difference_is_taken_to_the_mean_of_reference_and_null_run():
     """Each seed's candidate ends 0.004 above its reference, which ended 0.01 below its null run."""
     curve = {run: [3.0] * STEPS for run in ("reference", "null", "candidate")}
