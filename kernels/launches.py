@@ -18,7 +18,6 @@ import triton
 from kernels.interpreter import INTERPRETED
 
 INTERPRETED_TILE = 2**17  # elements; an interpreted operation costs its overhead, not its size
-HELD_COLUMNS = 8192  # of the weight, in a backward program's registers; wider tiles fetch it anew
 MEASURED = Path(__file__).parent / "tuned"
 
 log = logging.getLogger(__name__)
@@ -124,11 +123,9 @@ def backward_heuristic(n: int, itemsize: int, read: int, shared_memory: int) -> 
 
     itemsize: bytes of the compute dtype. read: bytes read a feature. shared_memory: in bytes.
     """
-    whole = triton.next_power_of_2(n)
+    columns = min(triton.next_power_of_2(n), 8192 * 4 // itemsize)
     if INTERPRETED:
-        columns = min(whole, 2 * HELD_COLUMNS)
         return Launch(max(1, INTERPRETED_TILE // columns), columns, warps=4)
-    columns = min(whole, 8192 * 4 // itemsize)
     rows = max(1, min(1024 if n <= 256 else 2048, 8192 * 4 // itemsize) // columns)
     warps = min(max(rows * columns // 1024, 4), 8)
     programs_per_sm = 4 if rows * columns <= 2048 else 1
@@ -137,20 +134,14 @@ def backward_heuristic(n: int, itemsize: int, read: int, shared_memory: int) -> 
         columns,
         warps,
         programs_per_sm,
-        min(3, 1 + tiles_that_fit(rows, columns, read, programs_per_sm, shared_memory)),
+        min(3, 1 + tiles_that_fit(rows * columns * read, programs_per_sm, shared_memory)),
     )
 
 
-def tiles_that_fit(
-    rows: int, columns: int, read: int, programs_per_sm: int, shared_memory: int
-) -> int:
-    """Tiles of prefetch for which a multiprocessor's programs have shared memory.
-
-    read: bytes read a feature. A weight that is fetched with the tile is taken to be float32.
-    """
+def tiles_that_fit(tile_bytes: int, programs_per_sm: int, shared_memory: int) -> int:
+    """Tiles of prefetch for which a multiprocessor's programs have shared memory."""
     reserved = 2048  # what the driver and the reductions need beside the tiles
-    tile = rows * columns * read + (4 * columns if columns > HELD_COLUMNS else 0)
-    return max(0, (shared_memory // programs_per_sm - reserved) // tile)
+    return max(0, (shared_memory // programs_per_sm - reserved) // tile_bytes)
 
 
 @functools.cache

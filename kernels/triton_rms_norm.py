@@ -22,13 +22,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.standard import _sum_combine
 
-from kernels import interpreter, launches
+from kernels import interpreter
 from kernels.arguments import compute_dtype
 from kernels.launcher import launch
 from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
-HELD_COLUMNS = tl.constexpr(launches.HELD_COLUMNS)
 
 # One compiled kernel serves every batch size and every stride.
 _INTEGERS = ["n_rows", "size1", "size2", "stride0", "stride1", "stride2"]
@@ -309,9 +308,7 @@ def _backward_kernel(
     COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
     program = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    # A tile this wide leaves no registers for the weight: every iteration fetches it again.
-    HELD: tl.constexpr = COLUMNS <= HELD_COLUMNS
-    if HAS_WEIGHT and HELD:
+    if HAS_WEIGHT:
         weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(COMPUTE)
     dw = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
 
@@ -327,11 +324,7 @@ def _backward_kernel(
         if WRITE_DW:
             dw += dy * x_hat
         if WRITE_DX:
-            g = dy
-            if HAS_WEIGHT:
-                if not HELD:  # the mask depends on the row, or the load would leave the loop
-                    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(COMPUTE)
-                g *= weight
+            g = dy * weight if HAS_WEIGHT else dy
             if N > COLUMNS:
                 mean = tl.load(projection_ptr + row, mask=row < n_rows, other=0.0)
             else:

@@ -70,7 +70,7 @@ class Search:
                     yield Launch(rows, columns, warps)
                     continue
                 for programs in (1, 2, 3, 4, 6, 8, 12):
-                    fit = launches.tiles_that_fit(rows, columns, read, programs, gpu.shared_memory)
+                    fit = launches.tiles_that_fit(tile * read, programs, gpu.shared_memory)
                     if programs * warps <= 64:
                         for stages in range(2, min(4, fit + 1) + 1):
                             yield Launch(rows, columns, warps, programs, stages)

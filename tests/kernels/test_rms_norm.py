@@ -106,7 +106,7 @@ def test_any_mix_of_dtypes_and_any_width(device, rows, n, x, residual, weight, o
 
 
 # Prime, odd, QK-norm, GPT and wide rows; 40000 and 131072 take the kernels' column-blocked path.
-@pytest.mark.parametrize("n", [1, 64, 128, 769, 1536, 4093, 8192, 12288, 16384, 40000, 131072])
+@pytest.mark.parametrize("n", [1, 64, 128, 769, 1536, 4093, 8192, 16384, 40000, 131072])
 def test_widths(n, device):
     rows = max(3, min(1000, 200_000 // n))
     x, residual, weight = (random(*s, dtype=BF16, device=device) for s in [(rows, n)] * 2 + [(n,)])
