@@ -35,7 +35,7 @@ from model.checks import sentence
 from model.cli import UserError, changed_settings, checked_data, instantiate, last_run, parse
 from model.environment import environment
 from model.faults import FiniteCheck, TrainingError, memory_advice, out_of_memory
-from model.files import create_run, owned, replacing
+from model.files import InUse, create_run, owned, replacing
 from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops
 from model.summary import NO_FINDING, WITH_A_GPU, figures, plot_loss, table, write_json
@@ -199,12 +199,11 @@ def kept(run: Path) -> Iterator[None]:
     if rank_zero_only.rank != 0:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(owned(run))
-        except BlockingIOError:
-            raise UserError(f"{run} is in use: another process trains in it.") from None
-        yield
+    try:
+        with owned(run):
+            yield
+    except InUse:
+        raise UserError(f"{run} is in use: another process trains in it.") from None
 
 
 @rank_zero_only

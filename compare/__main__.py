@@ -5,7 +5,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from compare.statistics import Interval
 from model import overview
 from model.cli import UserError
 from model.environment import environment
-from model.files import create_run, newest_run, owned
+from model.files import InUse, create_run, newest_run, owned
 from model.summary import NO_FINDING, write_json
 
 FAILS, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -162,24 +162,22 @@ class Comparison:
 
         folder = newest_run(request.root, name, continues) if request.joins else None
         folder = folder or create_run(request.root, name)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(owned(folder))
-            except BlockingIOError:
-                raise UserError(
-                    f"Another comparison is at work in {folder}: wait for its end, or give this "
-                    "one another --name."
-                ) from None
-            yield cls(request, folder, {})._begin(command, about)
+        try:
+            with owned(folder):
+                yield cls(request, folder, {})._begin(command, about)
+        except InUse:
+            raise UserError(
+                f"Another comparison is at work in {folder}: wait for its end, or give this one "
+                "another --name."
+            ) from None
 
     def _begin(self, command: str, about: dict) -> "Comparison":
         """Read what is there, and note what will be measured."""
         request, results = self.request, self.results
-        found = {result["scope"]: result for result in map(read, result_files(self.folder))}
-        results |= found
+        results |= {result["scope"]: result for result in map(read, result_files(self.folder))}
         for scope in request.scopes:
             settings = request.settings.with_scope(scope)
-            result = results[scope] = found.get(scope) or empty_result(settings)
+            result = results.setdefault(scope, empty_result(settings))
             result["environment"] = result.get("environment", {}) | about
             commands = [result.get("command"), command]
             result["command"] = "\n".join(dict.fromkeys(filter(None, commands)))

@@ -7,7 +7,8 @@ under the candidate.
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -75,39 +76,32 @@ def training_tier(
 
 def all_seeds(
     settings: Settings,
-    seeds: Iterable[int],
+    seeds: Sequence[int],
     runs: dict[str, str],
     size: dict[str, int],
     progress: Progress,
     keep: Kept,
 ) -> dict[int, dict]:
     """What `seed_runs` finds for each seed; on a GPU as many of them at a time as fit into it."""
-    first, *others = seeds
-    done = dict.fromkeys([first, *others], 0)
+    done = dict.fromkeys(seeds, 0)
+    names = {seed: f"seed {seed}: {', '.join(runs.values())}" for seed in seeds}
 
-    def request(seed: int) -> tuple:
+    def start(seed: int) -> Child:
         def report(what: str, steps: int, total: int) -> None:
             done[seed] = steps
             progress(what, sum(done.values()), len(done) * total)
 
-        return "compare.training:seed_runs", settings.config, report
+        target = "compare.training:seed_runs"
+        return Child(target, settings.config, report, seed=seed, runs=runs, **size)
 
-    def name(seed: int) -> str:
-        return f"seed {seed}: {', '.join(runs.values())}"
+    def train_all(seeds: Sequence[int], at_once: int) -> None:
+        starts = {seed: partial(start, seed) for seed in seeds if names[seed] not in keep}
+        for seed, result in child.call_all(starts, at_once):
+            keep(names[seed], lambda result=result: result)
 
-    def arguments(seed: int) -> dict:
-        return {"seed": seed, "runs": runs, **size}
-
-    found = {first: keep(name(first), lambda: child.call(*request(first), **arguments(first)))}
-    starts = {
-        seed: lambda seed=seed: Child(*request(seed), **arguments(seed))
-        for seed in others
-        if name(seed) not in keep
-    }
-    for seed, result in child.call_all(starts, at_once=found[first]["at_once"]):
-        keep(name(seed), lambda result=result: result)
-    found |= {seed: keep.found[name(seed)] for seed in others}
-    return {seed: result["runs"] for seed, result in sorted(found.items())}
+    train_all(seeds[:1], at_once=1)
+    train_all(seeds[1:], at_once=keep.found[names[seeds[0]]]["at_once"])
+    return {seed: keep.found[names[seed]]["runs"] for seed in seeds}
 
 
 def seed_runs(
@@ -149,7 +143,9 @@ def room(device: torch.device) -> int:
     return max(1, min(AT_ONCE, 1 + free // mine, (os.cpu_count() or 1) // 2))
 
 
-def train(settings: Settings, lit: LitGPT, data: list[Tensor], progress) -> dict:
+def train(
+    settings: Settings, lit: LitGPT, data: list[Tensor], progress: Callable[[int], None]
+) -> dict:
     """A training of one step a batch as train.py does it, its schedule included."""
     optimizer = lit.optimizer()
     warmup = min(lit.hparams.warmup_steps, len(data) // 4)

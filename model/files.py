@@ -41,6 +41,10 @@ def _umask() -> int:
     return mask
 
 
+class InUse(Exception):
+    """A folder that another process has."""
+
+
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Keeps `folder` for this process, and removes what a killed one left half-written in it.
@@ -48,14 +52,14 @@ def owned(folder: Path) -> Iterator[None]:
     The system takes the lock back when the process dies, however it dies.
 
     Raises:
-        BlockingIOError: if another process has the folder.
+        InUse: if another process has the folder.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise
+            raise InUse(folder) from None
         except OSError:
             pass  # some network file systems lock no folders
         for leftover in folder.glob(f"{_TEMPORARY}*"):

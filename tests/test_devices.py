@@ -4,16 +4,15 @@
 
 import json
 import math
-import os
 import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from lightning import Callback
 
-from tests.test_train import ROOT, config, interrupt, losses, run  # noqa: F401
+from tests.running import python
+from tests.test_train import config, interrupt, losses, run  # noqa: F401
 
 DDP = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
 FSDP2 = [
@@ -31,8 +30,6 @@ TOLERANCE = {"rel": 0, "abs": 6 * 12 * 10 * math.sqrt(64) * torch.finfo(torch.fl
 WHOLE = ["--data.batch_size", "4", "--model.grad_clip", "0.5", "--name", "whole"]
 HALF = ["--data.batch_size", "2", "--model.grad_clip", "0.5"]  # of the batch, for each device
 
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-
 
 @pytest.fixture
 def processes(config, tmp_path):
@@ -40,14 +37,8 @@ def processes(config, tmp_path):
 
     def call(*flags: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
         root = ["--trainer.default_root_dir", str(tmp_path)]
-        return subprocess.run(
-            [sys.executable, *launcher, "train.py", "--config", str(config), *root, *flags],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = [*launcher, "train.py", "--config", str(config), *root, *flags]
+        return python(*words, TRITON_INTERPRET="1")
 
     return call
 

@@ -1,10 +1,7 @@
 """Several devices: figures of given samples, and two CPU processes that torchrun starts."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,9 +10,8 @@ import yaml
 from compare import scaling
 from compare.speed import Plan
 from kernels import Norm, reference
+from tests.running import python
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 PLAN = Plan(rounds=3, block_steps=1, warmup_steps=1, processes=1)
 
 
@@ -54,16 +50,9 @@ def compare(config, tmp_path):
     path.write_text(yaml.safe_dump(settings | {"trainer": {"accelerator": "cpu", "max_steps": 9}}))
 
     def call(*flags: str) -> subprocess.CompletedProcess:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
         root = ["--trainer.default_root_dir", str(tmp_path)]
-        return subprocess.run(
-            [*torchrun, "-m", "compare", "scaling", "--config", str(path), *root, *flags],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        return python(*torchrun, "-m", "compare", "scaling", "--config", str(path), *root, *flags)
 
     return call
 

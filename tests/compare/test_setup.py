@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
-from lightning import Trainer, seed_everything
+from lightning import seed_everything
 
 from compare.setup import Step, batches, from_config, make_model, norm_problems
 from kernels import Norm, reference
 from model.lit import LitGPT
 from tests.model.test_lit import LOSS_TOLERANCE
+from tests.running import quiet_trainer
 
 
 def test_every_norm_gets_the_same_weights(settings):
@@ -37,15 +38,10 @@ def test_the_step_is_the_trainers(settings, tmp_path):
     settings = dataclasses.replace(settings, model=model)
     seed_everything(5, verbose=False)
     trained = LitGPT(**model, norm="eager")
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=5,
         default_root_dir=tmp_path,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
-        logger=False,
     )
     trainer.fit(trained, settings.data)
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from kernels import NORMS
 from model import GPT, LitGPT
 from tests.model.test_lit import LOSS_TOLERANCE, SHAPE, batches
+from tests.running import quiet_trainer
 
 ON_GPU = torch.cuda.is_available()
 # On a CPU Inductor's C++ takes half a minute; graphs and guards are there before it.
@@ -66,17 +67,13 @@ def train(compile: bool | str, micro_batches: int, norm: str = "eager") -> Log:
     """Four steps with a validation after each."""
     torch.manual_seed(0)
     model, log = LitGPT(**SHAPE, norm=norm, lr=1e-2, warmup_steps=0, compile=compile), Log()
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator="gpu" if ON_GPU else "cpu",
         devices=1,
         max_steps=4,
         accumulate_grad_batches=micro_batches,
         val_check_interval=micro_batches,
         callbacks=[log],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = DataLoader(batches(4 * micro_batches), batch_size=None)
     trainer.fit(model, data, DataLoader(batches(2), batch_size=None))

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from lightning import Callback, Trainer
+from lightning import Callback
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from model import LitGPT
 from model.faults import first_not_finite, memory_advice, out_of_memory
+from tests.running import quiet_trainer
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
 
@@ -95,13 +96,8 @@ def test_no_weight_changes_from_a_gradient_on_that_is_not_finite(fused, tmp_path
     monkeypatch.setattr(
         LitGPT, "optimizer", lambda self: AdamW(plain(self).param_groups, fused=fused)
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[spoil],
         default_root_dir=tmp_path,
     )

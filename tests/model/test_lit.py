@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from lightning import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from model import GPT, GPTConfig, LitGPT
 from model.lit import clip_gradients, lr_factor
+from tests.running import quiet_trainer
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
 
@@ -84,14 +84,9 @@ def test_clipping_in_the_trainer_is_that_of_a_plain_loop(precision, fused, tmp_p
 
     scaler = torch.amp.GradScaler("cpu", init_scale=scale) if precision == "16-mixed" else None
     plugins = [MixedPrecision(precision, "cpu", scaler)] if precision != "32-true" else None
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=3,
         plugins=plugins,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     trainer.fit(model, DataLoader(data, batch_size=None))
@@ -164,7 +159,7 @@ def test_a_compiled_model_keeps_its_names_and_its_loss():
 
 def test_a_checkpoint_alone_brings_the_model_back(tmp_path):
     model = lit(n_embd=16)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer()
     trainer.strategy.connect(model)
     trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     loaded = LitGPT.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
@@ -177,13 +172,7 @@ def test_validation_weighs_batches_by_their_tokens(tmp_path):
     """A last batch that is smaller counts for less."""
     model = lit()
     small, large = batches(1, 1)[0], batches(1, 6)[0]
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer()
     trainer.validate(model, DataLoader([small, large], batch_size=None), verbose=False)
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     both = torch.cat([small, large])
