@@ -19,7 +19,12 @@ def test_gpt2_gives_the_published_ids():
     assert gpt2.encode_ordinary("Hello, my dog is cute") == [15496, 11, 616, 3290, 318, 13779]
 
 
-@given(text=st.text() | st.from_regex(r"([a-zA-Z]+|'(s|ll|re)|[0-9]+|[ \n\t]+|[.,!]+)*"))
+# What a character is that Python's Unicode has not assigned yet, tiktoken and the package regex may
+# know from later versions, and not from the same one.
+ASSIGNED = st.characters(exclude_categories=["Cs", "Cn"])
+
+
+@given(text=st.text(ASSIGNED) | st.from_regex(r"([a-zA-Z]+|'(s|ll|re)|[0-9]+|[ \n\t]+|[.,!]+)*"))
 def test_gpt2_cuts_text_as_the_published_pattern_does(text):
     gpt2 = load_tokenizer("gpt2")
     pieces = regex.findall(
