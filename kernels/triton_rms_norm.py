@@ -154,9 +154,13 @@ def _forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program normalises ROWS rows. A row longer than COLUMNS is read in blocks, twice."""
+    """A program normalises ROWS rows. A row longer than COLUMNS is read in blocks, twice.
+
+    The last rows come first: of what the kernel before has written, they are in the L2.
+    """
     COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
     column = tl.arange(0, COLUMNS)[None, :]
 
@@ -301,7 +305,8 @@ def _backward_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A program walks over tiles of rows, tile by tile in steps of the grid.
+    """A program walks over tiles of rows, tile by tile in steps of the grid, the last ones first:
+    of what the kernel before has written, they are in the L2.
 
     The explicit number of stages makes Triton prefetch the next tiles while this one is worked on.
     """
@@ -314,7 +319,7 @@ def _backward_kernel(
 
     tiles = (n_rows + ROWS - 1) // ROWS
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        row = (tiles - 1 - tile) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < n_rows) & (column < N)
         h_row = _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
         h = tl.load(h_ptr + h_row + column, mask=inside, other=0.0).to(COMPUTE)
