@@ -24,9 +24,9 @@ def recompute_problems(norm: Norm) -> list[str]:
 def recomputed(enabled: bool, norm: RMSNorm, y: Tensor, stream: Tensor) -> AbstractContextManager:
     """A context in which operations that would keep y for their backward keep the stream instead.
 
-    The norm keeps the stream anyway, so that nothing more is kept for y. Gradients stay the same
-    to the last bit: y is made again just before it is needed, by a norm that has no
-    `recompute_problems`.
+    Memory is saved by norms that keep the stream anyway, as the fused ones do; the norm op by op
+    keeps a bfloat16 stream as float32. Gradients stay the same to the last bit: y is made again
+    just before it is needed, by a norm that has no `recompute_problems`.
 
     Args:
         enabled: Whether to do so at all; nothing is done either where no gradient is recorded.
@@ -41,7 +41,9 @@ def recomputed(enabled: bool, norm: RMSNorm, y: Tensor, stream: Tensor) -> Abstr
 
     def pack(tensor: Tensor):
         if tensor.untyped_storage().data_ptr() != storage:
-            return tensor
+            # Detached, or an operation that saves its output would hold on to itself through it,
+            # and a graph that never ran backward (out of memory) would stay.
+            return tensor.detach()
         return tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(packed) -> Tensor:

@@ -92,6 +92,19 @@ def test_the_memory_of_a_gpu_is_less_by_that():
     assert allocated[0] - allocated[1] == pytest.approx(NORM_OUTPUTS * activation, abs=512 * 40)
 
 
+def test_a_graph_that_never_runs_backward_goes(device):
+    """As after a forward pass for which there was too little memory."""
+    model, ids = gpt(device, norm_recompute=True), batch(device)
+
+    def tensors_after_a_forward_pass() -> int:
+        loss(model, ids, True)
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    first = tensors_after_a_forward_pass()
+    assert tensors_after_a_forward_pass() == first
+
+
 def test_backward_twice_and_validation(device):
     """What was made again is made again once more; where there is no backward, nothing is kept."""
     model, ids = gpt(device, norm="triton", norm_recompute=True), batch(device)
