@@ -46,7 +46,7 @@ class Plan:
 def plan(settings: Settings, rounds: int | None = None) -> Plan:
     """Enough for an interval on a GPU; on a CPU, whose times say nothing, enough to be seen."""
     if settings.device.type == "cuda":
-        return Plan(rounds or 30, block_steps=4, warmup_steps=20, processes=3)
+        return Plan(rounds or 30, block_steps=3, warmup_steps=20, processes=5)
     return Plan(rounds or 5, block_steps=2, warmup_steps=2, processes=1)
 
 
