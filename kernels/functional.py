@@ -1,5 +1,7 @@
 """The Triton kernels as differentiable PyTorch calls, in eager mode and under torch.compile."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -67,16 +69,19 @@ def add_rms_norm(
     return y, h
 
 
-def _norm(x, residual, weight, eps, out_dtype) -> tuple[Tensor, ...] | list[Tensor]:
-    """(y,), or (y, h) with a residual."""
-    tensors = (x, residual, weight)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _norm(x, residual, weight, eps, out_dtype) -> Sequence[Tensor]:
+    """[y], or [y, h] with a residual."""
     if torch.compiler.is_compiling():
-        outputs = _forward_op(x, residual, weight, eps, out_dtype, needs_grad)
-        return outputs[: 1 if residual is None else 2]
-    if needs_grad:
-        return _RMSNorm.apply(x, residual, weight, eps, out_dtype)
-    return triton_rms_norm.forward(x, residual, weight, eps, out_dtype, False)
+        return torch.ops.triton_rmsnorm_gpt.norm(x, residual, weight, eps, out_dtype)
+    return _differentiable(x, residual, weight, eps, out_dtype, triton_rms_norm)
+
+
+def _differentiable(x, residual, weight, eps, out_dtype, passes) -> Sequence[Tensor]:
+    """`_norm` on top of passes.forward and passes.backward."""
+    tensors = (x, residual, weight)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _RMSNorm.apply(x, residual, weight, eps, out_dtype, passes)
+    return passes.forward(x, residual, weight, eps, out_dtype, False)
 
 
 def _check_device(x: Tensor) -> None:
@@ -91,25 +96,20 @@ def _check_device(x: Tensor) -> None:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, out_dtype):
-        *outputs, rstd = triton_rms_norm.forward(x, residual, weight, eps, out_dtype, True)
-        _keep(ctx, x, residual, weight, outputs, rstd)
+    def forward(ctx, x, residual, weight, eps, out_dtype, passes):
+        *outputs, rstd = passes.forward(x, residual, weight, eps, out_dtype, True)
+        ctx.save_for_backward(x if residual is None else outputs[1], weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.x_dtype, ctx.passes = x.dtype, passes
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dh=None):
-        return *_gradients(ctx, dy, dh, triton_rms_norm.backward), None, None
+        return *_gradients(ctx, dy, dh), None, None, None
 
 
-def _keep(ctx, x, residual, weight, outputs, rstd) -> None:
-    """Save for the backward pass what was normalised, the weight and rstd."""
-    ctx.save_for_backward(x if residual is None else outputs[1], weight, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.x_dtype = x.dtype
-
-
-def _gradients(ctx, dy, dh, backward) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _gradients(ctx, dy, dh) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx, the residual's gradient and dw, None for each that is not wanted.
 
     The sum of the norm's own gradient and dh is that of x and of the residual: it is computed
@@ -124,31 +124,41 @@ def _gradients(ctx, dy, dh, backward) -> tuple[Tensor | None, Tensor | None, Ten
     both = need_dx and need_dr and x_dtype != r_dtype
     first = x_dtype if need_dx else r_dtype if need_dr else None
     second = r_dtype if both else None
-    found = iter(backward(dy, dh, h, weight, rstd, first, second, need_dw))
+    found = iter(ctx.passes.backward(dy, dh, h, weight, rstd, first, second, need_dw))
     dx, dr, dw = (next(found) if wanted else None for wanted in (first, second, need_dw))
     if not both:
         dx, dr = (dx if need_dx else None), (dx if need_dr else None)
     return dx, dr, dw
 
 
-# In a compiled model the kernels are opaque operators: the launch, which torch.compile could not
-# trace in full (dependent launch, for one), then is the same as in eager mode. They bring their
-# gradient along, since PyTorch caches no compiled graph that holds an autograd.Function.
+# In a compiled model the two passes are opaque operators: the launch, which torch.compile could not
+# trace in full (dependent launch, for one), then is the same as in eager mode. The norm around
+# them is an operator, too, since PyTorch caches no compiled graph with an autograd.Function in it;
+# it is gone when the passes are called, which carry no gradients that would cost the host time.
+
+_operators = torch.library.Library("triton_rmsnorm_gpt", "DEF")
+_operators.define(
+    "forward(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType out_dtype, "
+    "bool save_rstd) -> Tensor[]"
+)
+_operators.define(
+    "backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, ScalarType? dx_dtype, "
+    "ScalarType? dr_dtype, bool need_dw) -> Tensor[]"
+)
+_operators.define(
+    "norm(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType out_dtype) -> Tensor[]"
+)
+_operators.impl("forward", triton_rms_norm.forward, "CompositeExplicitAutograd")
+_operators.impl("backward", triton_rms_norm.backward, "CompositeExplicitAutograd")
 
 
-@torch.library.custom_op("triton_rmsnorm_gpt::forward", mutates_args=())
-def _forward_op(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype,
-    save_rstd: bool,
-) -> list[Tensor]:
-    return triton_rms_norm.forward(x, residual, weight, eps, out_dtype, save_rstd)
+@torch.library.impl(_operators, "norm", "CompositeImplicitAutograd")
+def _(x, residual, weight, eps, out_dtype):
+    passes = torch.ops.triton_rmsnorm_gpt
+    return list(_differentiable(x, residual, weight, eps, out_dtype, passes))
 
 
-@_forward_op.register_fake
+@torch.library.register_fake("triton_rmsnorm_gpt::forward", lib=_operators)
 def _(x, residual, weight, eps, out_dtype, save_rstd):
     outputs = [x.new_empty(x.shape, dtype=out_dtype)]
     if residual is not None:
@@ -159,37 +169,7 @@ def _(x, residual, weight, eps, out_dtype, save_rstd):
     return outputs
 
 
-def _setup_context(ctx, inputs, output):
-    x, residual, weight, *_, needs_grad = inputs
-    if needs_grad:
-        *outputs, rstd = output
-        ctx.mark_non_differentiable(rstd)
-        _keep(ctx, x, residual, weight, outputs, rstd)
-
-
-def _backward(ctx, gradients):
-    dy, dh = gradients[0], gradients[1] if len(gradients) == 3 else None
-    return *_gradients(ctx, dy, dh, _backward_op), None, None, None
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-@torch.library.custom_op("triton_rmsnorm_gpt::backward", mutates_args=())
-def _backward_op(
-    dy: Tensor,
-    dh: Tensor | None,
-    h: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    dx_dtype: torch.dtype | None,
-    dr_dtype: torch.dtype | None,
-    need_dw: bool,
-) -> list[Tensor]:
-    return triton_rms_norm.backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw)
-
-
-@_backward_op.register_fake
+@torch.library.register_fake("triton_rmsnorm_gpt::backward", lib=_operators)
 def _(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
     outputs = [h.new_empty(h.shape, dtype=dtype) for dtype in (dx_dtype, dr_dtype) if dtype]
     return [*outputs, torch.empty_like(weight)] if need_dw else outputs

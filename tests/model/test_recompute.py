@@ -102,7 +102,7 @@ def test_a_graph_that_never_runs_backward_goes(device):
         return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
     first = tensors_after_a_forward_pass()
-    assert tensors_after_a_forward_pass() == first
+    assert tensors_after_a_forward_pass() <= first  # other tests leave some that go late
 
 
 def test_backward_twice_and_validation(device):
