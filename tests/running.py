@@ -24,7 +24,8 @@ def quiet_trainer(**options) -> Trainer:
 
 def python(*words: str, **environment: str) -> subprocess.CompletedProcess:
     """How `python WORDS` ended in the checkout, run with one thread and these variables."""
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

@@ -50,7 +50,7 @@ def compare(config, tmp_path):
     path.write_text(yaml.safe_dump(settings | {"trainer": {"accelerator": "cpu", "max_steps": 9}}))
 
     def call(*flags: str) -> subprocess.CompletedProcess:
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         root = ["--trainer.default_root_dir", str(tmp_path)]
         return python(*torchrun, "-m", "compare", "scaling", "--config", str(path), *root, *flags)
 

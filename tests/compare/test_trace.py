@@ -175,6 +175,8 @@ def test_figures_count_overlaps_once():
 
 @pytest.mark.parametrize("norm", ["eager", "triton"])
 def test_a_real_step(settings, norm):
+    if norm == "triton" and torch.cuda.is_available():
+        pytest.skip("the settings name the CPU, for which the kernels are not interpreted here")
     data = batches(settings, 1, 0)
     step = ready_step(settings, norm, data, warmup_steps=1)
     with (
