@@ -1,6 +1,8 @@
 """The Triton kernels as differentiable PyTorch calls, in eager mode and under torch.compile."""
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -72,7 +74,7 @@ def add_rms_norm(
 def _norm(x, residual, weight, eps, out_dtype) -> Sequence[Tensor]:
     """[y], or [y, h] with a residual."""
     if torch.compiler.is_compiling():
-        return torch.ops.triton_rmsnorm_gpt.norm(x, residual, weight, eps, out_dtype)
+        return _traced_norm(x, residual, weight, eps, out_dtype)
     return _differentiable(x, residual, weight, eps, out_dtype, triton_rms_norm)
 
 
@@ -81,7 +83,15 @@ def _differentiable(x, residual, weight, eps, out_dtype, passes) -> Sequence[Ten
     tensors = (x, residual, weight)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _RMSNorm.apply(x, residual, weight, eps, out_dtype, passes)
-    return passes.forward(x, residual, weight, eps, out_dtype, False)
+    outputs = _empty_outputs(x, residual, out_dtype)
+    passes.forward(x, residual, weight, eps, *outputs, None)
+    return [tensor for tensor in outputs if tensor is not None]
+
+
+def _empty_outputs(x, residual, out_dtype) -> tuple[Tensor, Tensor | None]:
+    """For y and h."""
+    y = x.new_empty(x.shape, dtype=out_dtype)
+    return y, None if residual is None else x.new_empty(x.shape, dtype=residual.dtype)
 
 
 def _check_device(x: Tensor) -> None:
@@ -97,11 +107,14 @@ def _check_device(x: Tensor) -> None:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, out_dtype, passes):
-        *outputs, rstd = passes.forward(x, residual, weight, eps, out_dtype, True)
-        ctx.save_for_backward(x if residual is None else outputs[1], weight, rstd)
+        y, h = _empty_outputs(x, residual, out_dtype)
+        rows = x.numel() // x.shape[-1]
+        rstd = x.new_empty(rows, dtype=compute_dtype(x, residual, weight))
+        passes.forward(x, residual, weight, eps, y, h, rstd)
+        ctx.save_for_backward(x if h is None else h, weight, rstd)
         ctx.set_materialize_grads(False)
         ctx.x_dtype, ctx.passes = x.dtype, passes
-        return tuple(outputs)
+        return (y,) if h is None else (y, h)
 
     @staticmethod
     @once_differentiable
@@ -121,58 +134,48 @@ def _gradients(ctx, dy, dh) -> tuple[Tensor | None, Tensor | None, Tensor | None
     if dy is None:  # only the stream was used: the norm has no gradient
         dx = dh.to(x_dtype) if need_dx and dh is not None else None
         return dx, dh if need_dr else None, None
-    both = need_dx and need_dr and x_dtype != r_dtype
-    first = x_dtype if need_dx else r_dtype if need_dr else None
-    second = r_dtype if both else None
-    found = iter(ctx.passes.backward(dy, dh, h, weight, rstd, first, second, need_dw))
-    dx, dr, dw = (next(found) if wanted else None for wanted in (first, second, need_dw))
-    if not both:
-        dx, dr = (dx if need_dx else None), (dx if need_dr else None)
-    return dx, dr, dw
+    dx = h.new_empty(h.shape, dtype=x_dtype) if need_dx else None
+    dr = dx if x_dtype == r_dtype else None
+    if need_dr and dr is None:
+        dr = h.new_empty(h.shape, dtype=r_dtype)
+    dw = torch.empty_like(weight) if need_dw else None
+    written = (dr, None) if dx is None else (dx, None if dr is dx else dr)
+    ctx.passes.backward(dy, dh, h, weight, rstd, *written, dw)
+    return dx, dr if need_dr else None, dw
 
 
 # In a compiled model the two passes are opaque operators: the launch, which torch.compile could not
-# trace in full (dependent launch, for one), then is the same as in eager mode. The norm around
-# them is an operator, too, since PyTorch caches no compiled graph with an autograd.Function in it;
-# it is gone when the passes are called, which carry no gradients that would cost the host time.
+# trace in full (dependent launch, for one), then is the same as in eager mode. They write into
+# tensors that the compiled code allocates. The norm around them is an operator, too, since PyTorch
+# caches no compiled graph with an autograd.Function in it; it is gone when the passes are called,
+# which carry no gradients that would cost the host time. A cached graph knows it by its name alone,
+# which therefore says what it was traced from: this file.
 
 _operators = torch.library.Library("triton_rmsnorm_gpt", "DEF")
 _operators.define(
-    "forward(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType out_dtype, "
-    "bool save_rstd) -> Tensor[]"
+    "forward(Tensor x, Tensor? residual, Tensor? weight, float eps, "
+    "Tensor(a!) y, Tensor(b!)? h, Tensor(c!)? rstd) -> ()"
 )
 _operators.define(
-    "backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, ScalarType? dx_dtype, "
-    "ScalarType? dr_dtype, bool need_dw) -> Tensor[]"
+    "backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, "
+    "Tensor(a!)? dx, Tensor(b!)? dr, Tensor(c!)? dw) -> ()"
 )
+_traced = "traced_" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 _operators.define(
-    "norm(Tensor x, Tensor? residual, Tensor? weight, float eps, ScalarType out_dtype) -> Tensor[]"
+    f"norm.{_traced}(Tensor x, Tensor? residual, Tensor? weight, float eps, "
+    "ScalarType out_dtype) -> Tensor[]"
 )
-_operators.impl("forward", triton_rms_norm.forward, "CompositeExplicitAutograd")
-_operators.impl("backward", triton_rms_norm.backward, "CompositeExplicitAutograd")
+for _name in ("forward", "backward"):
+    _operators.impl(_name, getattr(triton_rms_norm, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"triton_rmsnorm_gpt::{_name}", lambda *_: None, lib=_operators)
 
 
-@torch.library.impl(_operators, "norm", "CompositeImplicitAutograd")
+@torch.library.impl(_operators, f"norm.{_traced}", "CompositeImplicitAutograd")
 def _(x, residual, weight, eps, out_dtype):
     passes = torch.ops.triton_rmsnorm_gpt
     return list(_differentiable(x, residual, weight, eps, out_dtype, passes))
 
 
-@torch.library.register_fake("triton_rmsnorm_gpt::forward", lib=_operators)
-def _(x, residual, weight, eps, out_dtype, save_rstd):
-    outputs = [x.new_empty(x.shape, dtype=out_dtype)]
-    if residual is not None:
-        outputs.append(x.new_empty(x.shape, dtype=residual.dtype))
-    if save_rstd:
-        rows = x.numel() // x.shape[-1]
-        outputs.append(x.new_empty(rows, dtype=compute_dtype(x, residual, weight)))
-    return outputs
-
-
-@torch.library.register_fake("triton_rmsnorm_gpt::backward", lib=_operators)
-def _(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw):
-    outputs = [h.new_empty(h.shape, dtype=dtype) for dtype in (dx_dtype, dr_dtype) if dtype]
-    return [*outputs, torch.empty_like(weight)] if need_dw else outputs
-
+_traced_norm = getattr(torch.ops.triton_rmsnorm_gpt.norm, _traced)
 
 norm = Norm("triton", rms_norm, add_rms_norm, add_is_exact=True)

@@ -87,47 +87,49 @@ def _rows_in_place(x: Tensor) -> tuple[Tensor, _Rows]:
     return x, _Rows(size1, size2, stride0 // unit, stride1 // unit, stride2 // unit, unit)
 
 
-def forward(x, residual, weight, eps, out_dtype, save_rstd) -> list[Tensor]:
-    """[y], with a residual [y, h], and at the end rstd (rows,) in the compute dtype if saved."""
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def forward(x, residual, weight, eps, y, h, rstd) -> None:
+    """Write y and, where they are wanted, h = x + residual and rstd (rows,) in the compute dtype.
+
+    y, h and rstd are contiguous; h is there if residual is, and has its dtype.
+    """
+    rows = x.numel() // x.shape[-1]
+    if rows == 0:
+        return
     x, layout = _rows_in_place(x)
+    residual, weight = _contiguous(residual), _contiguous(weight)
     compute = compute_dtype(x, residual, weight)
     n = x.shape[-1]
-    rows = x.numel() // n
-    y = x.new_empty(x.shape, dtype=out_dtype)
-    h = None
-    if residual is not None:
-        residual = residual.contiguous()
-        h = x.new_empty(x.shape, dtype=residual.dtype)
-    rstd = x.new_empty(rows, dtype=compute) if save_rstd else None
-    if rows:
-        h_dtype = x.dtype if h is None else h.dtype
-        if weight is not None and weight.element_size() < h_dtype.itemsize:
-            # Triton would lay x out as it loads a narrower weight, but only where no residual is
-            # added: the two forms would sum in different orders. Widening is exact.
-            weight = weight.to(h_dtype)
-        tile = forward_launch(x.device, n, h_dtype, out_dtype, compute)
-        device = x.get_device()
-        with _on(device):
-            launch(
-                _forward_kernel,
-                device,
-                (_blocks(rows, tile.rows), 1, 1),
-                (x, residual, weight, y, h, rstd),
-                (rows, *layout.args),
-                {
-                    "N": n,
-                    "EPS": float(eps),
-                    "STRIDE_UNIT": layout.unit,
-                    "HAS_RESIDUAL": residual is not None,
-                    "HAS_WEIGHT": weight is not None,
-                    "SAVE_RSTD": save_rstd,
-                    "FLOAT64": compute == torch.float64,
-                    "ROWS": tile.rows,
-                    "COLUMNS": tile.columns,
-                },
-                {"num_warps": tile.warps},
-            )
-    return [tensor for tensor in (y, h, rstd) if tensor is not None]
+    h_dtype = x.dtype if h is None else h.dtype
+    if weight is not None and weight.element_size() < h_dtype.itemsize:
+        # Triton would lay x out as it loads a narrower weight, but only where no residual is
+        # added: the two forms would sum in different orders. Widening is exact.
+        weight = weight.to(h_dtype)
+    tile = forward_launch(x.device, n, h_dtype, y.dtype, compute)
+    device = x.get_device()
+    with _on(device):
+        launch(
+            _forward_kernel,
+            device,
+            (_blocks(rows, tile.rows), 1, 1),
+            (x, residual, weight, y, h, rstd),
+            (rows, *layout.args),
+            {
+                "N": n,
+                "EPS": float(eps),
+                "STRIDE_UNIT": layout.unit,
+                "HAS_RESIDUAL": residual is not None,
+                "HAS_WEIGHT": weight is not None,
+                "SAVE_RSTD": rstd is not None,
+                "FLOAT64": compute == torch.float64,
+                "ROWS": tile.rows,
+                "COLUMNS": tile.columns,
+            },
+            {"num_warps": tile.warps},
+        )
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -200,33 +202,27 @@ def _forward_kernel(
         tl.store(y_ptr + at, _round(y, y_ptr.dtype.element_ty), inside)
 
 
-def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tensor]:
-    """Of [dx in dx_dtype, the same in dr_dtype, dw] what is wanted: a dtype of None is not.
+def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
+    """Write of dx, dr (the same in another dtype) and dw those that are not None; all contiguous.
 
     dw is summed in two stages: every program of a persistent grid keeps its own sum in registers
     and writes it as one row of `partial`; then `_reduce_kernel` adds those rows.
     """
-    h, layout = _rows_in_place(h)
-    dy = dy.contiguous()
-    dh = dh.contiguous() if dh is not None else None
-    n = h.shape[-1]
-    rows = h.numel() // n
-    dx = h.new_empty(h.shape, dtype=dx_dtype) if dx_dtype else None
-    dr = h.new_empty(h.shape, dtype=dr_dtype) if dr_dtype else None
-    dw = torch.empty_like(weight) if need_dw else None
-    gradients = [tensor for tensor in (dx, dr, dw) if tensor is not None]
+    rows = h.numel() // h.shape[-1]
     if rows == 0:
-        if need_dw:
+        if dw is not None:
             dw.zero_()
-        return gradients
-
+        return
+    h, layout = _rows_in_place(h)
+    dy, dh, weight = dy.contiguous(), _contiguous(dh), _contiguous(weight)
+    n = h.shape[-1]
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
     blocks = _blocks(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
     programs = min(wave, _blocks(rows, tile.rows))
-    partial = dw if programs == 1 else rstd.new_empty(programs, n) if need_dw else None
-    dependent = need_dw and programs > 1 and properties.dependent_launch
+    partial = dw if programs == 1 else rstd.new_empty(programs, n) if dw is not None else None
+    dependent = dw is not None and programs > 1 and properties.dependent_launch
     constants = {
         "N": n,
         "STRIDE_UNIT": layout.unit,
@@ -254,14 +250,14 @@ def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tenso
                 "HAS_DH": dh is not None,
                 "WRITE_DX": dx is not None,
                 "WRITE_DR": dr is not None,
-                "WRITE_DW": need_dw,
+                "WRITE_DW": dw is not None,
                 "ROWS": tile.rows,
                 "STAGES": tile.stages,
                 "DEPENDENT": dependent,
             },
             options,
         )
-        if need_dw and programs > 1:
+        if dw is not None and programs > 1:
             reduce = reduce_launch(n, wave)
             launch(
                 _reduce_kernel,
@@ -272,7 +268,6 @@ def backward(dy, dh, h, weight, rstd, dx_dtype, dr_dtype, need_dw) -> list[Tenso
                 {"N": n, "ROWS": reduce.rows, "COLUMNS": reduce.columns, "DEPENDENT": dependent},
                 {"num_warps": reduce.warps} | ({"launch_pdl": True} if dependent else {}),
             )
-    return gradients
 
 
 @triton.jit(do_not_specialize=_INTEGERS)

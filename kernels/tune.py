@@ -223,13 +223,15 @@ def make_arm(search: Search, device: torch.device) -> Arm:
     shape = (case.rows, case.n)
     branch, stream = normal(x, *shape), normal(residual, *shape)
     weight = normal(getattr(torch, case.weight_dtype), case.n)
-    if search.direction == "forward":
-        return Arm(lambda _: triton_rms_norm.forward(branch, stream, weight, EPS, out, True))
-    h = branch if stream is None else stream
     rstd = torch.rand(case.rows, device=device) + 0.5
+    if search.direction == "forward":
+        y, h = branch.to(out), None if stream is None else torch.empty_like(stream)
+        return Arm(lambda _: triton_rms_norm.forward(branch, stream, weight, EPS, y, h, rstd))
+    h = branch if stream is None else stream
     dy, dh = normal(out, *shape), normal(residual, *shape)
-    second = residual if residual not in (None, x) else None
-    return Arm(lambda _: triton_rms_norm.backward(dy, dh, h, weight, rstd, x, second, True))
+    dx, dw = torch.empty_like(branch), torch.empty_like(weight)
+    dr = torch.empty_like(h) if residual not in (None, x) else None
+    return Arm(lambda _: triton_rms_norm.backward(dy, dh, h, weight, rstd, dx, dr, dw))
 
 
 def save(found: dict[str, Launch], device: torch.device, file: Path) -> None:

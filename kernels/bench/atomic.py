@@ -15,10 +15,10 @@ from kernels.registry import Norm
 
 
 def rms_norm(x, weight=None, eps=1e-6, *, out_dtype=None):
-    """As `kernels.rms_norm`, for a contiguous x with a weight, in float32."""
+    """As `kernels.rms_norm`, for a contiguous x and weight, in float32."""
     check_arguments(x, None, weight, eps, out_dtype)
-    if weight is None or not x.is_contiguous():
-        raise ValueError("norm 'triton-atomic' needs a weight and a contiguous x")
+    if weight is None or not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError("norm 'triton-atomic' needs a weight, which is contiguous, as x is")
     return _AtomicRMSNorm.apply(x, weight, eps, out_dtype or x.dtype)
 
 

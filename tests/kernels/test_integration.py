@@ -1,12 +1,15 @@
 """The operator inside torch.compile and, where there is a GPU, in CUDA graphs, on a second GPU
 and beyond 32-bit offsets."""
 
+import shutil
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from kernels import add_rms_norm, load_norm, rms_norm
+from tests.running import ROOT, python
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 NORMS = ["eager", "compiled", "triton"]
@@ -60,6 +63,31 @@ def test_a_compiled_graph_is_found_again_in_the_cache(device, tmp_path, monkeypa
         counters.clear()
         torch.compile(rms_norm, fullgraph=True)(x, weight).sum().backward()
         assert counters["aot_autograd"][found] == 1
+
+
+def test_a_compiled_graph_is_not_found_once_its_norm_has_changed(device, tmp_path):
+    """PyTorch's cache does not look into the operator that the norm is traced from."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    script = tmp_path / "gradient.py"
+    script.write_text(f"""
+import torch
+from kernels import rms_norm
+x, weight = (torch.ones(*size, 96, device="{device}", requires_grad=True) for size in ([6], []))
+torch.compile(rms_norm, fullgraph=True)(x, weight).sum().backward()
+print(weight.grad[0].item())
+""")
+
+    def gradient() -> float:
+        return float(python(str(script), TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stdout)
+
+    before = gradient()
+    with open(tmp_path / "kernels" / "functional.py", "a") as source:
+        source.write("""
+right = _gradients
+def _gradients(*arguments):
+    return tuple(found if found is None else 2 * found for found in right(*arguments))
+""")
+    assert gradient() == 2 * before
 
 
 @needs_gpu

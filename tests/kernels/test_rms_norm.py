@@ -157,6 +157,17 @@ def test_layouts_that_cannot_be_read_in_place(name, device):
     check_norm(norm, x, weight, residual=x.transpose(0, 0).flip(0).permute(0, 1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("name", NORMS)
+def test_weights_that_are_not_contiguous(name, device):
+    x, residual = (random(9, 64, dtype=FP32, device=device) for _ in range(2))
+    for weight in (
+        random(64, 3, dtype=FP32, device=device)[:, 1],
+        random(1, dtype=FP32, device=device).expand(64),
+    ):
+        check_norm(load_norm(name), x, weight)
+        check_norm(load_norm(name), x, weight, residual=residual)
+
+
 @pytest.mark.parametrize("offset", [1, 3])
 def test_misaligned_base_pointer(offset, device):
     def shifted(*shape):
