@@ -1,12 +1,12 @@
 """The GPT as a LightningModule: its loss, its optimizer and its validation metrics."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
 from lightning import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,6 +19,7 @@ from model.gpt import GPT, GPTConfig
 CompileMode = Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 COMPILE = (False, True, *get_args(CompileMode))
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+GATHERED = 20_000_000  # parameters: every unit costs the host milliseconds a step, small or large
 
 
 class LitGPT(LightningModule):
@@ -119,8 +120,8 @@ class LitGPT(LightningModule):
             self.gpt._compiled_call_impl = None
             for block in self.gpt.blocks:
                 block.forward = torch.compile(block.forward, **self.compile_options)
-        for module in (*self.gpt.blocks, self.gpt):
-            fully_shard(module, mesh=mesh["data_parallel"])
+        for unit in (*gathered_together(self.gpt.blocks), self.gpt):
+            fully_shard(unit, mesh=mesh["data_parallel"])
 
     def loss(self, batch: Tensor) -> Tensor:
         """Mean cross-entropy in nats of a batch, int64 (B, context + 1)."""
@@ -294,3 +295,21 @@ def lr_factor(step: int, warmup_steps: int, max_steps: int, min_ratio: float) ->
     progress = (step - warmup_steps + 1) / max(1, max_steps - warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
     return min_ratio + (1 - min_ratio) * cosine
+
+
+def gathered_together(blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Neighbouring blocks that FSDP2 gathers as one: of GATHERED parameters or more.
+
+    There are two units at least, if there are two blocks, so that one can be gathered while the
+    other computes.
+    """
+    sizes = {block: sum(p.numel() for p in block.parameters()) for block in blocks}
+    enough = min(GATHERED, sum(sizes.values()) / 2)
+    unit: list[nn.Module] = []
+    for block in sizes:
+        unit.append(block)
+        if sum(sizes[member] for member in unit) >= enough:
+            yield unit
+            unit = []
+    if unit:
+        yield unit

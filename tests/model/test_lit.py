@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from model import GPT, GPTConfig, LitGPT
-from model.lit import clip_gradients, lr_factor
+from model.lit import clip_gradients, gathered_together, lr_factor
 from tests.running import quiet_trainer
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "context": 16, "vocab_size": 64}
@@ -69,6 +69,24 @@ class Fused(LitGPT):
         keys = ("params", "weight_decay")
         groups = [{key: g[key] for key in keys} for g in super().optimizer().param_groups]
         return AdamW(groups, lr=self.hparams.lr, betas=self.hparams.betas, fused=self.fused)
+
+
+@pytest.mark.parametrize(
+    ("millions", "units"),
+    [
+        ([7] * 12, [3, 3, 3, 3]),  # GPT-2 small
+        ([13] * 5, [2, 2, 1]),
+        ([30] * 3, [1, 1, 1]),
+        ([1] * 4, [2, 2]),
+        ([1], [1]),
+    ],
+)
+def test_small_blocks_are_gathered_together_in_order(millions, units):
+    with torch.device("meta"):
+        blocks = [torch.nn.Linear(1_000_000, size, bias=False) for size in millions]
+    found = list(gathered_together(blocks))
+    assert [len(unit) for unit in found] == units
+    assert [block for unit in found for block in unit] == blocks
 
 
 @pytest.mark.parametrize("fused", [True, False])
