@@ -55,6 +55,7 @@ def write(results: list[dict], folder: Path) -> None:
         ValueError: without results, or if two of them have the same name, scope and stream dtype.
     """
     _check(results)
+    results = sentences.told_apart(results)
     folder.mkdir(parents=True, exist_ok=True)
     colors = plots.norm_colors(norm for result in results for norm in result["norms"])
     page = {

@@ -57,7 +57,7 @@ def sections(results: list[dict]) -> list[Section]:
     page = []
     for result in results:
         page += _scope(result)
-    checked = {result["stream_dtype"]: result for result in results if result.get("parity")}
+    checked = {(r["name"], r["stream_dtype"]): r for r in results if r.get("parity")}
     for result in checked.values():  # the scopes have it in common
         page += _parity(result)
     if not checked:
@@ -88,7 +88,11 @@ def _scope(result: dict) -> list[Section]:
         if part != "memory" or not result["cpu"]:  # a CPU has no peaks
             figures.append(_figure(part, plot, result, caption))
     details += [_scaling(result, found) for found in result.get("scaling", {}).values()]
-    return [Section(where[0].upper() + where[1:], 2, figures=figures), *details]
+    return [Section(_heading(where), 2, figures=figures), *details]
+
+
+def _heading(where: str) -> str:
+    return where if ":" in where else where[0].upper() + where[1:]
 
 
 def overview(results: list[dict]) -> Table:
@@ -304,7 +308,7 @@ def _parity(result: dict) -> list[Section]:
     """What was found in the eager model; it is the same for all scopes."""
     parity = result["parity"]
     candidate, reference = parity["candidate"], parity["reference"]
-    where = f"eager model, {result['stream_dtype']} stream"
+    where = setup(result | {"scope": "eager"})
     caption = (
         f"{candidate} against {reference}, {where}. The grey band spans the null runs of "
         "all seeds: the noise that the order of summation alone makes."
@@ -314,7 +318,7 @@ def _parity(result: dict) -> list[Section]:
         Section(
             f"Loss curves: {candidate} against {reference}",
             level=2,
-            sentences=[f"{where.capitalize()}: {sentences.parity(parity)}."],
+            sentences=[f"{_heading(where)}: {sentences.parity(parity)}."],
             figures=[_figure("losses", plots.losses, result, caption)],
             tables=[tiers, *_closest(parity["tiers"]), _norms(parity["norms"])],
         ),
@@ -328,22 +332,24 @@ def _tier_rows(tiers: dict) -> list[list[str]]:
         [sentences.TIERS[name], tiers[name]["detail"], tiers[name]["verdict"]]
         for name in ("op", "float32")
     ]
-    rms, ratio = number(training["rms_difference"], ".3g"), number(training["ratio"], ".3g")
-    null, resolution = training["largest_null"], training["resolution"]
-    yardstick = f"the largest null run's {number(null, '.3g')}"
-    if _known(null) and null < resolution:
+    rms, null, ratio = (number(training[k], ".3g") for k in ("rms_difference", "rms_null", "ratio"))
+    largest, resolution = training["largest_null"], training["resolution"]
+    yardstick = f"the largest null run's {number(largest, '.3g')}"
+    if _known(largest) and largest < resolution:
         yardstick = f"float32's resolution of a loss, {resolution:.3g}, below which null runs stay"
     mean, low, high = (number(final[end], ".3g") for end in ("mean", "low", "high"))
     curves = (
         f"{training['steps']} steps, {len(training['seeds'])} seeds: smoothed losses {rms} apart "
-        f"(RMS), which is {ratio} times {yardstick}; {training['limit']} times is allowed."
+        f"(RMS), null runs {null}; it is {ratio} times {yardstick}; {training['limit']} are "
+        "allowed."
     )
     end = (
         f"Final validation losses {mean} [{low}, {high}] apart; the interval has to lie within "
         f"+/-{number(training['margin'], '.3g')}."
     )
-    name, verdict = sentences.TIERS["training"], training["verdict"]
-    return [*rows, [f"{name}: curves", curves, verdict], [f"{name}: end", end, verdict]]
+    name, verdicts = sentences.TIERS["training"], training["verdicts"]
+    rows.append([f"{name}: curves", curves, verdicts["curves"]])
+    return [*rows, [f"{name}: end", end, verdicts["end"]]]
 
 
 def _closest(tiers: dict) -> list[Table]:

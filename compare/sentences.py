@@ -35,9 +35,16 @@ def parts(scope: str) -> tuple[str, ...]:
     return tuple(part for part in PARTS if scope != "graphs" or part not in NOT_WITH_GRAPHS)
 
 
+def told_apart(results: list[dict]) -> list[dict]:
+    """The results; where they are of several names, sentences about each begin with its name."""
+    if len({result["name"] for result in results}) == 1:
+        return results
+    return [result | {"prefix": f"{result['name']}: "} for result in results]
+
+
 def setup(result: dict) -> str:
     """What the scope is: "eager model, bfloat16 stream"."""
-    return f"{MODELS[result['scope']]}, {result['stream_dtype']} stream"
+    return f"{result.get('prefix', '')}{MODELS[result['scope']]}, {result['stream_dtype']} stream"
 
 
 def candidate(result: dict) -> str:
@@ -61,7 +68,8 @@ def headline(result: dict) -> str:
         findings.append("parity was not checked")
     article = "an" if result["scope"] == "eager" else "a"
     setting = [*MODELS[result["scope"]].split(", "), f"a {result['stream_dtype']} stream"]
-    return f"With {article} {enumeration(setting)}, {'; '.join(findings)}."
+    prefix = result.get("prefix", "")
+    return f"{prefix}With {article} {enumeration(setting)}, {'; '.join(findings)}."
 
 
 def _speed_and_memory(result: dict, norm: str) -> list[str]:

@@ -415,7 +415,7 @@ def test_diverged_training_is_shown(tmp_path):
     result["parity"]["verdict"] = "fail"
     page, _ = write([result], tmp_path)
     assert "parity fails for training as configured" in page.text
-    assert "n/a apart (RMS), which is n/a times the largest null run's 0.00134" in page.text
+    assert "n/a apart (RMS), null runs 0.00101; it is n/a times the largest" in page.text
 
 
 def test_curves_without_noise_are_measured_by_float32(tmp_path):
@@ -425,6 +425,14 @@ def test_curves_without_noise_are_measured_by_float32(tmp_path):
     page, _ = write([result], tmp_path)
     assert "0.5 times float32's resolution of a loss, 6e-07" in page.text
     assert "largest null run's" not in page.text
+
+
+def test_curves_that_agree_are_not_called_inconclusive_for_their_end(tmp_path):
+    result = without(sample(), "speed", "profile", "memory")
+    training = result["parity"]["tiers"]["training"]
+    training |= {"verdict": "inconclusive", "verdicts": {"curves": "pass", "end": "inconclusive"}}
+    page, _ = write([result], tmp_path)
+    assert "1.5 are allowed. pass training as configured: end" in page.text
 
 
 def test_missed_control_stands_out(tmp_path):
@@ -452,6 +460,15 @@ def test_results_of_two_streams_stand_side_by_side(tmp_path):
     page, _ = write(streams, tmp_path)
     assert "With an eager model and a float32 stream" in page.text
     assert len(list(tmp_path.glob("losses-*.png"))) == 2
+
+
+def test_results_of_two_names_say_which_they_are_of(tmp_path):
+    page, _ = write([sample() | {"name": name} for name in ("small", "large")], tmp_path)
+    for name in ("small", "large"):
+        assert f"{name}: With an eager model and a bfloat16 stream, triton is" in page.text
+        assert page.text.count(f"{name}: eager model, bfloat16 stream") > len(sample()["norms"])
+    assert len(list(tmp_path.glob("losses-*.png"))) == 2
+    assert "small: With" not in write([sample() | {"name": "small"}], tmp_path)[0].text
 
 
 def test_two_results_of_the_same_scope_are_refused(tmp_path):

@@ -57,6 +57,7 @@ def test_as_far_apart_as_null_runs_and_equivalent_in_the_end_passes():
     assert found["verdict"] == "pass"
     assert found["margin"] == pytest.approx(0.5 * np.std(np.linspace(-0.02, 0.02, 5), ddof=1))
     assert found["ratio"] == found["rms_difference"] / found["largest_null"]
+    assert found["rms_null"] < found["largest_null"]
     json.dumps(found, allow_nan=False)
 
 
@@ -64,7 +65,7 @@ def test_as_far_apart_as_null_runs_and_equivalent_in_the_end_passes():
 def test_curves_may_lie_half_as_far_apart_again_as_the_largest_null_run(times, verdict):
     """The null runs of the seeds lie 1, 1/2, 1/3, ... apart: the first one counts."""
     found = judge(lambda seed: times * NOISE, null=lambda seed: NOISE / (seed - 99))
-    assert found["verdict"] == verdict
+    assert (found["verdict"], found["verdicts"]["curves"]) == (verdict, verdict)
     assert found["ratio"] == pytest.approx(times)
 
 
@@ -77,8 +78,10 @@ def test_a_small_lasting_difference_counts_and_a_large_alternating_one_does_not(
 
 
 def test_a_final_difference_beyond_the_margin_fails_though_the_curves_agree():
-    assert judge(final=lambda seed: 0.02 + 0.0001 * seed)["verdict"] == "fail"
-    assert judge(final=lambda seed: -0.02 + 0.0001 * seed)["verdict"] == "fail"
+    for end in (0.02, -0.02):
+        found = judge(final=lambda seed, end=end: end + 0.0001 * seed)
+        assert found["verdict"] == "fail"
+        assert found["verdicts"] == {"curves": "pass", "end": "fail"}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +92,9 @@ def test_a_final_difference_beyond_the_margin_fails_though_the_curves_agree():
     ],
 )
 def test_an_interval_that_is_not_inside_the_margin_is_inconclusive(final):
-    assert judge(final=final)["verdict"] == "inconclusive"
+    found = judge(final=final)
+    assert found["verdict"] == "inconclusive"
+    assert found["verdicts"] == {"curves": "pass", "end": "inconclusive"}
 
 
 def test_without_noise_the_resolution_of_the_losses_is_the_floor():
