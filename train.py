@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(parser: ArgumentParser, settings: Namespace) -> int:
-    """One run from checked settings to the summary; returns the exit status."""
+    """One run from parsed settings, checked here, to the summary; returns the exit status."""
     ready = instantiate(parser, settings)
     data = checked_data(ready)
     model = build(settings, data)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from compare import scaling, sentences
-from compare.setup import PRECISIONS, SCOPES, Settings, from_config
+from compare.setup import SCOPES, Settings, from_config
 from model import cli
-from model.checks import norm_problems
+from model.checks import PRECISIONS, full_precision, norm_problems, on_gpu
 from model.cli import UserError, checked_data
 
-SHORT_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+COUNTED = ("accelerator", "default_root_dir", "precision")  # of the trainer's options
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         "the settings are the same; report writes the report anew from the results.json files in a "
         "folder, or lays runs of train.py over each other. scaling, under torchrun, measures "
         "several devices, each with data.batch_size sequences.",
-        epilog="--config, --model.*, --data.*, --trainer.* and --seed_everything are those of "
-        "train.py (python train.py --help); without a config, tiny.yaml or, with a GPU, "
+        epilog="--config, --model.*, --data.* and --seed_everything are those of train.py (python "
+        f"train.py --help), and of --trainer.* {sentences.enumeration(list(COUNTED))}: every step "
+        "is one micro-batch on one device. Without a config, tiny.yaml or, with a GPU, "
         "small.yaml. Exit status: 0 parity holds (or was not asked for), 1 it fails, is "
         "inconclusive, or a part could not be measured, 2 bad input, 130 after Ctrl-C.",
         allow_abbrev=False,
@@ -96,6 +97,12 @@ def parse(argv: list[str]) -> Request:
     problems += [f"{flag} is train.py's; a comparison has --norms." for flag in sorted(trainings)]
     if trainings:  # whoever means a training has its other flags, too
         raise UserError(*problems)
+    trainer = {word.partition("=")[0] for word in others if word.startswith("--trainer.")}
+    problems += [
+        f"{flag} has no effect on a comparison, whose steps are one micro-batch on one device: of "
+        f"--trainer.*, {sentences.enumeration(list(COUNTED))} count."
+        for flag in sorted(trainer - {f"--trainer.{option}" for option in COUNTED})
+    ]
     strategies = tuple(_list(flags.strategy)) if flags.strategy else ()
     problems += _part_problems(parts if named else (), scopes, strategies)
     others += ["--name", flags.name] if flags.name else []
@@ -123,7 +130,7 @@ def parse(argv: list[str]) -> Request:
                 f"trainer.precision is {config['precision']}; a comparison runs in "
                 f"{', '.join(PRECISIONS)}."
             )
-        data = checked_data(parser.instantiate(training))
+        data = checked_data(cli.instantiate(parser, training))
     except UserError as error:
         raise UserError(*dict.fromkeys([*problems, *error.args])) from None
     if problems:
@@ -189,16 +196,13 @@ def _part_problems(
 def _config(training, name: str | None, norms: list[str], scopes: list[str]) -> dict:
     """The settings' plain values, as `from_config` takes them."""
     training.norm = norms[0] if norms else "eager"
-    on_gpu = torch.cuda.is_available() and training.trainer.accelerator != "cpu"
-    precision = str(training.trainer.precision)
     config = {
         "model": training.model.as_dict(),
         "data": training.data.as_dict(),
         "norms": norms,
         "scope": scopes[0] if scopes else "eager",
-        "precision": SHORT_PRECISIONS.get(precision, precision),
-        "device": "cuda" if on_gpu else "cpu",
-        "max_steps": training.trainer.max_steps,
+        "precision": full_precision(training.trainer.precision),
+        "device": "cuda" if on_gpu(training.trainer.accelerator) else "cpu",
         "seed": training.seed_everything,
         "name": name or Path(training.config[-1]).stem,
     }

@@ -70,7 +70,7 @@ def run(settings: Settings, progress: Progress, keep: Kept, effort: Effort | Non
     controls = {}
     for fault, norm in CONTROLS.items():
         found = exact[norm]
-        if all(tier["pass"] for tier in found.values()):
+        if all(tier["verdict"] == "pass" for tier in found.values()):
             found = found | {"training": training(norm)}
         controls[fault] = control(found)
     return {

@@ -74,12 +74,6 @@ def write(results: list[dict], folder: Path) -> None:
     _write_text(folder / MARKDOWN, _markdown(page))
 
 
-def markdown_table(results: list[dict]) -> str:
-    """The headline table, as the README carries it: a line a scope and norm."""
-    table = _markdown_table(overview(results))
-    return f"{table}\n\n{NO_FINDING}" if any(result["cpu"] for result in results) else table
-
-
 def _check(results: list[dict]) -> None:
     if not results:
         raise ValueError("there are no results to report")

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -94,19 +95,23 @@ def run(
 ) -> dict:
     """Entries of "scaling" in results.json, in rank 0: first it measures alone, then all do, once
     with each strategy."""
+
+    def entry(strategy: str) -> dict:
+        _from_rank_0((settings.config, plan, strategy))
+        samples, at_work = zip(*together(settings, progress, plan, strategy), strict=True)
+        return summary(settings, plan, strategy, one, samples) | {"clocks": at_work}
+
     values = dataclasses.asdict(plan)
     one = keep(
         f"one device, {plan}",
         lambda: child.call("compare.scaling:alone", settings.config, progress, plan=values),
     )
-    found = {}
-    for strategy in strategies:
-        _from_rank_0((settings.config, plan, strategy))
-        ranks = together(settings, progress, plan, strategy)
-        samples, at_work = zip(*ranks, strict=True)
-        entry = summary(settings, plan, strategy, one, samples) | {"clocks": at_work}
-        found[f"{strategy}-{len(ranks)}"] = entry
-    return found
+    return {
+        f"{strategy}-{world_size()}": keep(
+            f"{strategy}, {world_size()} devices, {plan}", partial(entry, strategy)
+        )
+        for strategy in strategies
+    }
 
 
 def alone(settings: Settings, progress: Progress, plan: dict) -> Samples:

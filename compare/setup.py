@@ -9,18 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data import TextDataModule
-from kernels import RMSNorm
+from model.checks import PRECISIONS, trial_problems
 from model.gpt import STREAM_DTYPES
 from model.lit import LitGPT, clip_gradients
 
 # What LitGPT takes as compile in each scope.
 SCOPES = {"eager": False, "compiled": True, "graphs": "reduce-overhead"}
-# Lightning's names of precisions, and the dtype of the branches in each.
-PRECISIONS = {
-    "32-true": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,6 @@ class Settings:
             with CUDA graphs.
         precision: Lightning's name, one of PRECISIONS.
         device: Where everything runs.
-        max_steps: Optimizer steps of a training, as the config has them.
         seed: Of the weights.
         name: Of the comparison.
         config: Everything above in plain values, from which `from_config` makes it again.
@@ -47,7 +40,6 @@ class Settings:
     scope: str
     precision: str
     device: torch.device
-    max_steps: int
     seed: int
     name: str
     config: dict
@@ -79,7 +71,7 @@ def from_config(config: dict, data: TextDataModule | None = None) -> Settings:
 
     Args:
         config: Keys model and data (arguments of LitGPT and TextDataModule), norms, scope,
-            precision, device, max_steps, seed and name.
+            precision, device, seed and name.
         data: The data of this config where it is set up already.
 
     Raises:
@@ -96,7 +88,6 @@ def from_config(config: dict, data: TextDataModule | None = None) -> Settings:
         scope=config["scope"],
         precision=config["precision"],
         device=torch.device(config["device"]),
-        max_steps=config["max_steps"],
         seed=config["seed"],
         name=config["name"],
         config=config,
@@ -164,19 +155,18 @@ def norm_inputs(settings: Settings, batch_size: int) -> tuple[Tensor, Tensor]:
 
 def norm_problems(settings: Settings, progress: Callable) -> list[str]:
     """A sentence for every norm that cannot do what the model asks of it."""
-    problems = []
-    for norm in settings.norms:
-        try:
-            module = RMSNorm(settings.model["n_embd"], norm=norm).to(settings.device)
-            x, stream = norm_inputs(settings, batch_size=1)
-            with settings.autocast():
-                y, h = module(x, module(stream).to(stream.dtype))
-            (y.float().sum() + h.float().sum()).backward()
-        except ValueError as error:
-            problems.append(str(error))
-        except Exception as error:  # whatever a norm of the user's own may raise
-            problems.append(f"norm {norm!r} fails when it is called: {error!r}")
-    return problems
+    return [
+        problem
+        for norm in settings.norms
+        for problem in trial_problems(
+            norm,
+            settings.model["n_embd"],
+            settings.model["norm_eps"],
+            settings.device,
+            settings.branch_dtype,
+            STREAM_DTYPES[settings.model["stream_dtype"]],
+        )
+    ]
 
 
 def batches(settings: Settings, steps: int, seed: int) -> list[Tensor]:

@@ -49,7 +49,7 @@ def warm_up(
     least: int,
     compiled: Callable[[], int] = compilations,
 ) -> None:
-    """Run at least `least` steps, and until FLAT_STEPS of them compiled nothing.
+    """Run at least `least` steps, and until the last FLAT_STEPS, or `least`, compiled nothing.
 
     Args:
         compiled: A number that changes with everything that is compiled.

@@ -2,12 +2,10 @@
 
 from .datamodule import TextDataModule
 from .errors import DataError
-from .sources import DEFAULT_SOURCE, SOURCES
-from .tokenizer import OFFLINE_TOKENIZERS, load_tokenizer
+from .sources import SOURCES
+from .tokenizer import load_tokenizer
 
 __all__ = [
-    "DEFAULT_SOURCE",
-    "OFFLINE_TOKENIZERS",
     "SOURCES",
     "DataError",
     "TextDataModule",

@@ -105,11 +105,6 @@ class TextDataModule(lightning.LightningDataModule):
         self.caches: list[TokenCache] = []
 
     @property
-    def tokens(self) -> TokenCache:
-        """The tokens of the first source, once they are prepared."""
-        return self.caches[0]
-
-    @property
     def vocab_size(self) -> int:
         """Ids of the tokenizer, the end of text included."""
         return self.tokenizer.n_vocab

@@ -25,13 +25,11 @@ def check_arguments(
     out_dtype: torch.dtype | None,
 ) -> None:
     """Raise ValueError naming the first argument that is wrong, what it was and what is allowed."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a tensor, but it is a {type(x).__name__}")
+    _check_tensor("x", x, x)
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"x must have a last dimension of at least one feature, but its shape is {_shape(x)}"
         )
-    _check_tensor("x", x, x)
     if residual is not None:
         _check_tensor("residual", residual, x)
         if residual.shape != x.shape:
@@ -54,6 +52,8 @@ def check_arguments(
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, but it is a {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, but its layout is {tensor.layout}")
     if tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} must have one of the dtypes {_names(DTYPES)}, but it is {tensor.dtype}"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from kernels import interpreter, triton_rms_norm
 from kernels.arguments import check_arguments, compute_dtype
@@ -31,7 +31,8 @@ def rms_norm(
 
     Returns:
         (..., N), contiguous. Computed in float32 (float64 if x or weight is float64) and rounded
-        once. Differentiable once; dw is summed in a fixed order, so equal inputs give equal bits.
+        once. Differentiable once, backward; dw is summed in a fixed order, so equal inputs give
+        equal bits.
 
     Raises:
         ValueError: for a wrong shape, dtype, device or eps, naming the argument.
@@ -73,19 +74,40 @@ def add_rms_norm(
 
 def _norm(x, residual, weight, eps, out_dtype) -> Sequence[Tensor]:
     """[y], or [y, h] with a residual."""
-    if torch.compiler.is_compiling():
+    if _is_traced(x, residual, weight):
         return _traced_norm(x, residual, weight, eps, out_dtype)
     return _differentiable(x, residual, weight, eps, out_dtype, triton_rms_norm)
+
+
+def _is_traced(*tensors) -> bool:
+    """Whether what is called has to be an operator of PyTorch's: under torch.compile, in a
+    dispatch mode (make_fx, FakeTensorMode, ...), or because a tensor is no plain memory."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.jit.is_tracing()
+        or any(type(tensor) not in _PLAIN for tensor in tensors)
+    )
+
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
 
 
 def _differentiable(x, residual, weight, eps, out_dtype, passes) -> Sequence[Tensor]:
     """`_norm` on top of passes.forward and passes.backward."""
     tensors = (x, residual, weight)
+    if forward_ad._current_level >= 0:
+        _check_no_tangent(tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _RMSNorm.apply(x, residual, weight, eps, out_dtype, passes)
     outputs = _empty_outputs(x, residual, out_dtype)
     passes.forward(x, residual, weight, eps, *outputs, None)
     return [tensor for tensor in outputs if tensor is not None]
+
+
+def _check_no_tangent(tensors) -> None:
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError("the Triton rms_norm has no forward-mode derivative (jvp)")
 
 
 def _empty_outputs(x, residual, out_dtype) -> tuple[Tensor, Tensor | None]:
@@ -95,8 +117,8 @@ def _empty_outputs(x, residual, out_dtype) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_device(x: Tensor) -> None:
-    if x.is_meta or x.layout != torch.strided:
-        raise ValueError(f"x must be a dense tensor with data, but it is {x.layout} on {x.device}")
+    if x.is_meta:
+        raise ValueError("x must be a tensor with data, but it is on the meta device")
     if not x.is_cuda and not interpreter.INTERPRETED:
         raise ValueError(
             f"x must be on a CUDA device for the Triton kernels, but it is on {x.device}; "
@@ -113,13 +135,30 @@ class _RMSNorm(torch.autograd.Function):
         passes.forward(x, residual, weight, eps, y, h, rstd)
         ctx.save_for_backward(x if h is None else h, weight, rstd)
         ctx.set_materialize_grads(False)
+        if h is not None and not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(h)
         ctx.x_dtype, ctx.passes = x.dtype, passes
         return (y,) if h is None else (y, h)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy, dh=None):
-        return *_gradients(ctx, dy, dh), None, None, None
+        if not torch.is_grad_enabled():
+            return *_gradients(ctx, dy, dh), None, None, None
+        h, weight, _ = ctx.saved_tensors
+        return *_LastGradients.apply(ctx, dy, dh, h, weight), None, None, None
+
+
+class _LastGradients(torch.autograd.Function):
+    """The gradients where theirs may be asked for as well (create_graph=True): that raises, where
+    `once_differentiable` would let a gradient that depends on x or weight pass for a constant."""
+
+    @staticmethod
+    def forward(ctx, norm_ctx, dy, dh, h, weight):
+        return _gradients(norm_ctx, dy, dh)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("the Triton rms_norm is differentiable once, not twice")
 
 
 def _gradients(ctx, dy, dh) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

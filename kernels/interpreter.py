@@ -3,12 +3,14 @@
 import functools
 import logging
 import os
+import threading
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+ONE_AT_A_TIME = threading.Lock()  # it puts functions of its own into triton.language meanwhile
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

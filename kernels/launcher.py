@@ -34,7 +34,8 @@ def launch(
     """
     if interpreter.INTERPRETED:
         interpreter.announce()
-        kernel[grid](*tensors, *integers, **constants, **options)
+        with interpreter.ONE_AT_A_TIME:
+            kernel[grid](*tensors, *integers, **constants, **options)
         return
     # Triton specialises on dtypes, 16-byte alignment and integers beyond 32 bits. Only the usual
     # case of the last two is looked up here.

@@ -20,13 +20,18 @@ def aten() -> Norm:
 
     def rms_norm(x, weight=None, eps=1e-6, *, out_dtype=None) -> Tensor:
         check_arguments(x, None, weight, eps, out_dtype)
-        return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype or x.dtype)
+        return _once_rounded(x, weight, eps, out_dtype or x.dtype)
 
     def add_rms_norm(x, residual, weight=None, eps=1e-6, *, out_dtype=None):
         check_arguments(x, residual, weight, eps, out_dtype)
         compute = torch.promote_types(x.dtype, residual.dtype)
-        h = (x.to(compute) + residual.to(compute)).to(residual.dtype)
-        return F.rms_norm(h, h.shape[-1:], weight, eps).to(out_dtype or x.dtype), h
+        h = (x.to(compute) + residual.to(compute)).to(residual.dtype).contiguous()
+        return _once_rounded(h, weight, eps, out_dtype or x.dtype), h
+
+    def _once_rounded(x, weight, eps, out_dtype) -> Tensor:
+        """F.rms_norm rounds to x's dtype: to none that is coarser than the output's."""
+        x = x.to(torch.promote_types(x.dtype, out_dtype))
+        return F.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype)
 
     return Norm("aten", rms_norm, add_rms_norm, add_is_exact=True)
 

@@ -40,7 +40,7 @@ def add_rms_norm(
     """
     check_arguments(x, residual, weight, eps, out_dtype)
     compute = compute_dtype(x, residual, weight)
-    h = (x.to(compute) + residual.to(compute)).to(residual.dtype)
+    h = (x.to(compute) + residual.to(compute)).to(residual.dtype).contiguous()
     return _normalise(h, weight, eps, out_dtype or x.dtype, compute), h
 
 
@@ -52,7 +52,7 @@ def _normalise(
     y = x * rstd
     if weight is not None:
         y = y * weight.to(compute)
-    return y.to(out_dtype)
+    return y.to(out_dtype).contiguous()
 
 
 norm = Norm("eager", rms_norm, add_rms_norm, add_is_exact=True)

@@ -13,7 +13,7 @@ class Norm:
     `kernels.add_rms_norm`, both differentiable.
 
     `add_is_exact` says that y, h = add_rms_norm(x, residual) implies y = rms_norm(h) bit for bit,
-    h being in another dtype than x or not. Without it that is not relied upon.
+    h being in another dtype than x or not (float64 aside). Without it that is not relied upon.
     """
 
     name: str

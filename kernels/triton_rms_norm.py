@@ -72,6 +72,7 @@ def _rows_in_place(x: Tensor) -> tuple[Tensor, _Rows]:
     x is copied only if its features are not next to each other in memory, or if its rows need
     more dimensions than three.
     """
+    x = _in_memory(x)
     if x.is_contiguous():
         return x, _CONTIGUOUS
     dims: list[tuple[int, int]] = []
@@ -87,8 +88,14 @@ def _rows_in_place(x: Tensor) -> tuple[Tensor, _Rows]:
     return x, _Rows(size1, size2, stride0 // unit, stride1 // unit, stride2 // unit, unit)
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one whose memory does not hold its values: PyTorch's zeros without
+    memory, which autograd makes, and views that are negated when they are read."""
+    return tensor.clone() if tensor._is_zerotensor() or tensor.is_neg() else tensor
+
+
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+    return None if tensor is None else _in_memory(tensor).contiguous()
 
 
 def forward(x, residual, weight, eps, y, h, rstd) -> None:
@@ -161,8 +168,8 @@ def _forward_kernel(
     The last rows come first: of what the kernel before has written, they are in the L2.
     """
     COMPUTE: tl.constexpr = tl.float64 if FLOAT64 else tl.float32
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
     x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
     column = tl.arange(0, COLUMNS)[None, :]
 
@@ -214,7 +221,7 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
             dw.zero_()
         return
     h, layout = _rows_in_place(h)
-    dy, dh, weight = dy.contiguous(), _contiguous(dh), _contiguous(weight)
+    dy, dh, weight = _contiguous(dy), _contiguous(dh), _contiguous(weight)
     n = h.shape[-1]
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
@@ -312,7 +319,7 @@ def _backward_kernel(
         weight = tl.load(weight_ptr + column, mask=column < N, other=0.0).to(COMPUTE)
     dw = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
 
-    tiles = (n_rows + ROWS - 1) // ROWS
+    tiles = (n_rows - 1) // ROWS + 1  # n_rows + ROWS could be too large for 32 bits
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = (tiles - 1 - tile) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         inside = (row < n_rows) & (column < N)

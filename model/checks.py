@@ -16,6 +16,13 @@ from kernels import NORMS, RMSNorm, load_norm
 from model.lit import CUDA_GRAPHS
 from model.recompute import recompute_problems
 
+# Lightning's mixed precisions, and float32, with the dtype that branches have in each.
+PRECISIONS = {
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+SHORT_PRECISIONS = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 MONITORED = ("val_loss", "val_perplexity")
 # For a Trainer that is built only to hear what is wrong with its other options.
 PLAIN = {
@@ -29,6 +36,11 @@ PLAIN = {
 def on_gpu(accelerator: Any) -> bool:
     """Whether a run with this trainer.accelerator will be on a GPU."""
     return accelerator != "cpu" and torch.cuda.is_available()
+
+
+def full_precision(precision: str | int) -> str:
+    """Lightning's full name of a trainer.precision."""
+    return SHORT_PRECISIONS.get(str(precision), str(precision))
 
 
 def sentence(error: Exception) -> str:
@@ -48,17 +60,28 @@ def norm_problems(name: str, norm_recompute: bool = False) -> list[str]:
     return recompute_problems(norm) if norm_recompute else []
 
 
-def trial_problems(settings: Namespace) -> list[str]:
-    """What goes wrong in a small forward and backward pass of a norm that is not this project's."""
-    name, model = settings.norm, settings.model
+def trial_problems(
+    name: str,
+    n_embd: int,
+    eps: float,
+    device: torch.device,
+    branch: torch.dtype,
+    stream: torch.dtype,
+) -> list[str]:
+    """What goes wrong in a small forward and backward pass of a norm that is not this project's.
+
+    It is called as a model calls it: the stream by itself, then a branch and the stream, under
+    autocast where the branch is not float32.
+    """
     if name in NORMS and NORMS[name].package is None:
         return []
-    device = "cuda" if on_gpu(settings.trainer.accelerator) else "cpu"
-    x = torch.ones(2, 3, model.n_embd, device=device, requires_grad=True)
+    residual = torch.ones(2, 3, n_embd, device=device, dtype=stream, requires_grad=True)
+    x = residual.detach().to(branch).requires_grad_()
     try:
-        norm = RMSNorm(model.n_embd, model.norm_eps, name).to(device)
-        outputs = norm(x), *norm(x, x)
-        sum(output.sum() for output in outputs).backward()
+        norm = RMSNorm(n_embd, eps, name).to(device)
+        with torch.autocast(device.type, branch, enabled=branch != torch.float32):
+            outputs = norm(residual), *norm(x, residual)
+        sum(output.float().sum() for output in outputs).backward()
     except Exception as error:  # somebody else's code may raise anything
         text = " ".join(str(error).split())
         return [f"norm {name!r} fails in a first call: {type(error).__name__}: {text}"]

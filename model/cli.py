@@ -14,7 +14,9 @@ from lightning import Trainer
 
 from data import TextDataModule
 from model.checks import (
+    PRECISIONS,
     folder_problems,
+    full_precision,
     norm_problems,
     on_gpu,
     sentence,
@@ -22,7 +24,7 @@ from model.checks import (
     trial_problems,
 )
 from model.files import newest_run
-from model.gpt import config_problems
+from model.gpt import STREAM_DTYPES, config_problems
 from model.lit import LitGPT, training_problems
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -312,7 +314,14 @@ def checked_data(settings: Namespace) -> TextDataModule:
     )
     problems += training_problems(**settings.model)
     if not problems:
-        problems += trial_problems(settings)
+        problems += trial_problems(
+            settings.norm,
+            settings.model.n_embd,
+            settings.model.norm_eps,
+            torch.device("cuda" if on_gpu(settings.trainer.accelerator) else "cpu"),
+            PRECISIONS.get(full_precision(settings.trainer.precision), torch.float32),
+            STREAM_DTYPES[settings.model.stream_dtype],
+        )
     # To fetch and read a named source takes long and there is nothing wrong with it. Nothing is
     # tokenised for a run that has no place.
     if data is not None and (not problems or (data.is_own_files and not no_folder)):

@@ -35,7 +35,7 @@ class FiniteCheck(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if not self._losses:
-            self._first_batch = batch_idx
+            self._first_batch = trainer.fit_loop.epoch_loop.batch_progress.total.processed - 1
         self._losses.append(outputs["loss"])
         if trainer.global_step == self._steps_done:
             return  # a micro-batch before the last one of its step

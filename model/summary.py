@@ -6,14 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from model.files import replacing
 from model.mfu import mfu
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 NO_FINDING = "Times from a CPU or from Triton's interpreter say nothing about the kernel."
 WITH_A_GPU = (
@@ -133,7 +130,8 @@ def _finite(value: Any) -> Any:
 
 def plot_loss(rows: dict[int, dict[str, float]], path: Path, title: str) -> None:
     """Training and validation loss over steps as a PNG."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
     for key, label, style in (
         ("loss", "training", {"linewidth": 1}),
         ("val_loss", "validation", {"marker": "o", "markersize": 4}),
@@ -145,4 +143,3 @@ def plot_loss(rows: dict[int, dict[str, float]], path: Path, title: str) -> None
     axes.legend()
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
-    plt.close(figure)

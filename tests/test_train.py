@@ -351,9 +351,34 @@ def test_without_a_validation_there_is_still_a_checkpoint_to_resume(run, tmp_pat
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_the_step_that_is_looked_at_again_is_counted_over_epochs(run, monkeypatch):
+    looked_at, train_batch = [], TextDataModule.train_batch
+
+    def record(data, step, *place):
+        looked_at.append(step)
+        return train_batch(data, step, *place)
+
+    monkeypatch.setattr(TextDataModule, "train_batch", record)
+    spoil = {"class_path": f"{__name__}.Spoil", "init_args": {"step": 6}}
+    epochs = ["--trainer.limit_train_batches", "4", "--trainer.accumulate_grad_batches", "2"]
+    assert run(*epochs, "--trainer.callbacks", json.dumps([spoil])) == 1
+    assert looked_at[-1] == 10  # the first micro-batch of step 6, of the second epoch
+
+
+def one_dtype(x, residual, *_, out_dtype):
+    if x.dtype != residual.dtype:
+        raise ValueError("branch and stream differ")
+    return x.to(out_dtype), x
+
+
 RAISES = Norm("raises", lambda *_, **__: 1 / 0, lambda *_, **__: 1 / 0)
 FLAT = Norm("flat", lambda x, *_, **__: x.flatten(), lambda x, r, *_, **__: (x, r))
+ONE_DTYPE = Norm("one dtype", lambda x, *_, out_dtype: x.to(out_dtype), one_dtype)
 BAD_INPUT = {
+    "norm that cannot take a float32 stream": (
+        ["--norm", f"{__name__}:ONE_DTYPE", "--trainer.precision", "bf16-mixed"],
+        ["fails in a first call: ValueError: branch and stream differ"],
+    ),
     "norm and head count": (
         ["--norm", "nosuch", "--model.n_head", "5"],
         ["'nosuch'", "eager, compiled, triton", "n_head is 5"],

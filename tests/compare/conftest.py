@@ -40,7 +40,6 @@ def config(tmp_path_factory) -> dict:
         "scope": "eager",
         "precision": "32-true",
         "device": "cpu",
-        "max_steps": 12,
         "seed": 1337,
         "name": "small",
     }

@@ -30,7 +30,7 @@ def test_op_tier_passes_a_right_norm(small, norm, precision, stream):
     found = exactness.op_tier(
         dataclasses.replace(small, model=model, precision=precision), norm, ROWS
     )
-    assert found["pass"], found["detail"]
+    assert found["verdict"] == "pass", found["detail"]
     named = " ".join(case["case"] for case in found["cases"])
     for part in ("dw of QK-norm", "h of add and norm", "dr of add and norm, odd shape", "small"):
         assert part in named
@@ -53,9 +53,9 @@ def test_op_tier_sees_one_wrong_element_and_nan(small, monkeypatch):
 
 def test_float32_tier_passes_triton_and_finds_the_reference_equal_to_itself(small):
     triton = exactness.float32_tier(small, "triton")
-    assert triton["pass"], triton["detail"]
+    assert triton["verdict"] == "pass", triton["detail"]
     if small.device.type == "cpu":  # a GPU has no deterministic algorithm for some operations
-        assert exactness.float32_tier(small, "eager")["worst"] == 0
+        assert all(case["error"] == 0 for case in exactness.float32_tier(small, "eager")["cases"])
 
 
 def test_float32_tier_covers_every_parameter_and_step(small):

@@ -196,9 +196,10 @@ def test_headline_of_cuda_graphs():
 # --- table --------------------------------------------------------------------------------------
 
 
-def test_markdown_table():
-    table = report.markdown_table([sample(), without(sample("compiled"), "memory")])
-    lines = table.splitlines()
+def test_the_headline_table(tmp_path):
+    write([sample(), without(sample("compiled"), "memory")], tmp_path)
+    text = (tmp_path / report.MARKDOWN).read_text()
+    lines = next(block for block in text.split("\n\n") if block.startswith("| ")).splitlines()
     assert len(lines) == 2 + 6
     assert len({line.count("|") for line in lines}) == 1
     triton = sample()["speed"]["variants"]["triton"]
@@ -208,11 +209,6 @@ def test_markdown_table():
     )
     assert lines[5].split(" | ")[3] == "baseline"
     assert all(line.endswith("| n/a |") for line in lines[5:])
-
-
-def test_markdown_table_of_a_cpu_carries_the_warning():
-    assert NO_FINDING in report.markdown_table([sample(cpu=True)])
-    assert NO_FINDING not in report.markdown_table([sample()])
 
 
 # --- page ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def documents(prepare):
     """The documents of each split, as the token files of a `bytes` module hold them."""
 
     def documents(source, **options):
-        tokens = prepare(source, context=1, **options).tokens
+        tokens = prepare(source, context=1, **options).caches[0]
         return {split: _split_at_end(getattr(tokens, split)) for split in ("train", "validation")}
 
     return documents

@@ -80,7 +80,7 @@ def test_batches_of_neighbouring_steps_share_no_block_within_an_epoch(text, prep
 
 def test_validation_is_the_first_blocks_in_order_every_time(text, prepare):
     module = prepare(text, context=8, batch_size=3, val_batches=4)
-    tokens = module.tokens.validation.tolist()
+    tokens = module.caches[0].validation.tolist()
     expected = [tokens[i * 8 : i * 8 + 9] for i in range(12)]
     for _ in range(2):
         loader = module.val_dataloader()
@@ -139,7 +139,7 @@ def test_a_batch_larger_than_the_data_is_refused_with_both_numbers(text, prepare
 
 
 def test_a_context_that_just_fits_is_accepted(text, prepare):
-    tokens = len(prepare(text).tokens.validation)
+    tokens = len(prepare(text).caches[0].validation)
     module = prepare(text, context=tokens - 1)
     assert [batch.shape for batch in module.val_dataloader()] == [(1, tokens)]
 

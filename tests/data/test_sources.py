@@ -58,7 +58,7 @@ def test_jsonl_parquet_and_json_rows_are_documents_and_the_last_20th_is_held_out
 def test_a_text_file_is_one_document_whose_last_20th_of_tokens_is_held_out(tmp_path, prepare):
     text = "".join(f"line {i}\n\n" for i in range(100))
     (tmp_path / "a.txt").write_text(text)
-    tokens = prepare(tmp_path / "a.txt").tokens
+    tokens = prepare(tmp_path / "a.txt").caches[0]
     everything = [*tokens.train.tolist(), *tokens.validation.tolist()]
     assert everything == [*text.encode(), 256]
     assert len(tokens.validation) == round(0.05 * len(everything))
@@ -241,18 +241,18 @@ def test_what_was_prepared_from_the_hub_needs_it_no_more(prepare, monkeypatch):
         return datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": TEXTS}))
 
     monkeypatch.setattr(datasets, "load_dataset", of_the_hub)
-    first = prepare("some/where:de").tokens
+    first = prepare("some/where:de").caches[0]
     monkeypatch.setattr(datasets, "load_dataset", None)
     monkeypatch.setattr(datasets, "load_dataset_builder", None)
-    assert prepare("some/where:de").tokens.path == first.path
+    assert prepare("some/where:de").caches[0].path == first.path
     with pytest.raises(DataError, match="some/where:fr"):
         prepare("some/where:fr")
 
 
 def test_rows_that_a_named_source_groups_are_not_taken_for_the_files_own(prepare):
-    by_path = prepare(SOURCES["kjv"]().path).tokens
+    by_path = prepare(SOURCES["kjv"]().path).caches[0]
     assert by_path.documents["train"] > 20_000  # verses
-    assert prepare("kjv").tokens.documents == {"train": 1130, "validation": 59}
+    assert prepare("kjv").caches[0].documents == {"train": 1130, "validation": 59}
 
 
 def test_a_hub_data_set_is_loaded_with_its_own_validation_split(tmp_path, documents, monkeypatch):

@@ -41,7 +41,7 @@ def folders(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "bytes"])
 def test_tokens_are_those_of_plain_text_with_an_end_after_each_document(file, prepare, tokenizer):
-    tokens = prepare(file, tokenizer=tokenizer).tokens
+    tokens = prepare(file, tokenizer=tokenizer).caches[0]
     assert tokens.train.dtype == tokens.validation.dtype == np.uint16
     assert tokens.train.tolist() == expected(tokenizer, TEXTS[:38])
     assert tokens.validation.tolist() == expected(tokenizer, TEXTS[38:])
@@ -93,15 +93,15 @@ def run_group():
 
 
 def test_several_processes_give_the_tokens_of_one(file, prepare, tmp_path, two_processes):
-    serial = prepare(file, num_proc=1).tokens
+    serial = prepare(file, num_proc=1).caches[0]
     module = TextDataModule(
         str(file), "bytes", context=4, num_proc=2, cache_dir=str(tmp_path / "other")
     )
     together = fork.Barrier(2)
     two_processes(lambda: together.wait(GENEROUS_S))  # with one process there are never two
     module.prepare_data()
-    assert module.tokens.train.tolist() == serial.train.tolist()
-    assert module.tokens.validation.tolist() == serial.validation.tolist()
+    assert module.caches[0].train.tolist() == serial.train.tolist()
+    assert module.caches[0].validation.tolist() == serial.validation.tolist()
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def custom_tokenizer(monkeypatch):
 @pytest.mark.parametrize(("end", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.uint32)])
 def test_ids_beyond_16_bits_are_kept_in_32(file, prepare, custom_tokenizer, end, dtype):
     custom_tokenizer(first=65000, end=end)
-    tokens = prepare(file, tokenizer="custom").tokens
+    tokens = prepare(file, tokenizer="custom").caches[0]
     assert tokens.train.dtype == dtype
     assert tokens.train.tolist() == expected("custom", TEXTS[:38])
 
@@ -134,7 +134,7 @@ def test_ids_beyond_16_bits_are_kept_in_32(file, prepare, custom_tokenizer, end,
 def test_a_tokenizer_that_changed_under_its_name_gets_new_tokens(file, prepare, custom_tokenizer):
     for first in (0, 1000):
         custom_tokenizer(first, end=5000)
-        tokens = prepare(file, tokenizer="custom").tokens
+        tokens = prepare(file, tokenizer="custom").caches[0]
         assert tokens.train.tolist() == expected("custom", TEXTS[:38])
 
 
@@ -145,9 +145,9 @@ def test_a_text_that_the_tokenizer_cannot_take_is_quoted(tmp_path, prepare):
 
 
 def test_the_second_time_no_text_is_read(file, prepare, monkeypatch):
-    first = prepare(file).tokens.train.tolist()
+    first = prepare(file).caches[0].train.tolist()
     monkeypatch.setattr(datasets, "load_dataset", None)
-    assert prepare(file).tokens.train.tolist() == first
+    assert prepare(file).caches[0].train.tolist() == first
 
 
 def test_an_edit_that_keeps_size_and_time_stamp_is_noticed(file, prepare):
@@ -157,14 +157,14 @@ def test_an_edit_that_keeps_size_and_time_stamp_is_noticed(file, prepare):
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
     changed = [TEXTS[0].replace("document", "DOCUMENT"), *TEXTS[1:38]]
-    assert prepare(file).tokens.train.tolist() == expected("bytes", changed)
+    assert prepare(file).caches[0].train.tolist() == expected("bytes", changed)
 
 
 def test_tokenizers_and_columns_have_caches_of_their_own(tmp_path, prepare):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"text": "aaaa", "other": "bbbb"}\n' * 2)
-    assert bytes(prepare(file).tokens.train[:-1].tolist()) == b"aaaa"
-    assert bytes(prepare(file, text_column="other").tokens.train[:-1].tolist()) == b"bbbb"
+    assert bytes(prepare(file).caches[0].train[:-1].tolist()) == b"aaaa"
+    assert bytes(prepare(file, text_column="other").caches[0].train[:-1].tolist()) == b"bbbb"
     prepare(file, tokenizer="gpt2", context=1)
     assert len(folders(tmp_path)) == 3
 
@@ -173,7 +173,7 @@ def test_the_default_folder_follows_the_users_setting(file):
     module = TextDataModule(str(file), "bytes")
     module.prepare_data()
     parent = os.path.join(os.environ["XDG_CACHE_HOME"], "triton-rmsnorm-gpt")
-    assert str(module.tokens.path.parent) == parent
+    assert str(module.caches[0].path.parent) == parent
 
 
 def lines(tmp_path, count):
@@ -195,7 +195,7 @@ def test_documents_are_taken_up_to_max_tokens_and_every_20th_is_held_out(
     tmp_path, prepare, max_tokens, read
 ):
     folder, documents = lines(tmp_path, 1000)
-    tokens = prepare(folder, max_tokens=max_tokens).tokens
+    tokens = prepare(folder, max_tokens=max_tokens).caches[0]
     kept = [document for i, document in enumerate(documents, 1) if i % 20]
     assert tokens.train.tolist() == flat(kept)[:max_tokens]
     assert tokens.validation.tolist() == flat(documents[19:read:20])
@@ -204,14 +204,14 @@ def test_documents_are_taken_up_to_max_tokens_and_every_20th_is_held_out(
 
 def test_of_fewer_than_20_documents_up_to_max_tokens_the_last_is_held_out(tmp_path, prepare):
     folder, documents = lines(tmp_path, 1000)
-    tokens = prepare(folder, max_tokens=19 * 18 + 7).tokens
+    tokens = prepare(folder, max_tokens=19 * 18 + 7).caches[0]
     assert tokens.train.tolist() == flat(documents[:18])
     assert tokens.validation.tolist() == documents[18][:7]
 
 
 def test_more_tokens_never_move_a_document_to_the_other_split(tmp_path, prepare):
     folder, _ = lines(tmp_path, 1000)
-    some, more = (prepare(folder, max_tokens=count).tokens for count in (1000, 3000))
+    some, more = (prepare(folder, max_tokens=count).caches[0] for count in (1000, 3000))
     for split in ("train", "validation"):
         few, many = getattr(some, split).tolist(), getattr(more, split).tolist()
         assert many[: len(few)] == few
@@ -221,7 +221,7 @@ def test_what_is_held_out_of_a_stream_does_not_depend_on_processes(
     tmp_path, prepare, two_processes, monkeypatch
 ):
     folder, _ = lines(tmp_path, 1000)
-    serial = prepare(folder, max_tokens=7000, num_proc=1).tokens
+    serial = prepare(folder, max_tokens=7000, num_proc=1).caches[0]
     monkeypatch.setattr("data.cache._DOCUMENTS_PER_TASK", 7)
     together = fork.Semaphore(0)
     two_processes(together.release)
@@ -235,21 +235,21 @@ def test_what_is_held_out_of_a_stream_does_not_depend_on_processes(
     )
     module.prepare_data()
     assert together.acquire(block=False)
-    assert module.tokens.train.tolist() == serial.train.tolist()
-    assert module.tokens.validation.tolist() == serial.validation.tolist()
+    assert module.caches[0].train.tolist() == serial.train.tolist()
+    assert module.caches[0].validation.tolist() == serial.validation.tolist()
 
 
 def test_a_stream_is_read_no_further_than_needed(tmp_path, prepare):
     folder, _ = lines(tmp_path, 300)
     (folder / "train-1.jsonl").write_text('{"text": ')
-    assert len(prepare(folder, max_tokens=5000).tokens.train) == 5000
+    assert len(prepare(folder, max_tokens=5000).caches[0].train) == 5000
     with pytest.raises(DataError, match=r"Cannot read .*lines as json"):
         prepare(folder, max_tokens=50_000)
 
 
 def test_a_source_with_less_than_max_tokens_is_read_to_its_end(tmp_path, prepare):
     folder, documents = lines(tmp_path, 50)
-    tokens = prepare(folder, max_tokens=10**9).tokens
+    tokens = prepare(folder, max_tokens=10**9).caches[0]
     held_out = [documents[19], documents[39]]
     assert tokens.validation.tolist() == flat(held_out)
     assert tokens.train.tolist() == flat(d for d in documents if d not in held_out)
@@ -258,13 +258,13 @@ def test_a_source_with_less_than_max_tokens_is_read_to_its_end(tmp_path, prepare
 def test_a_validation_split_of_its_own_is_cut_to_max_tokens_too(tmp_path, prepare):
     folder, documents = lines(tmp_path, 50)
     (folder / "validation.jsonl").write_text((folder / "train-0.jsonl").read_text())
-    tokens = prepare(folder, max_tokens=500).tokens
+    tokens = prepare(folder, max_tokens=500).caches[0]
     assert tokens.train.tolist() == tokens.validation.tolist() == flat(documents)[:500]
 
 
 def test_one_document_is_cut_to_max_tokens_before_its_end_is_held_out(tmp_path, prepare):
     (tmp_path / "a.txt").write_text("0123456789" * 100)
-    tokens = prepare(tmp_path / "a.txt", max_tokens=200).tokens
+    tokens = prepare(tmp_path / "a.txt", max_tokens=200).caches[0]
     assert bytes([*tokens.train.tolist(), *tokens.validation.tolist()]) == b"0123456789" * 20
     assert len(tokens.validation) == 10
     assert tokens.documents == {"train": 1, "validation": 1}
@@ -294,8 +294,8 @@ def drop_documents(folder):
 
 @pytest.mark.parametrize("damage", [truncate, drop_meta, garble_meta, drop_tokens, drop_documents])
 def test_a_damaged_cache_is_built_again(file, prepare, damage):
-    damage(prepare(file).tokens.path)
-    tokens = prepare(file).tokens
+    damage(prepare(file).caches[0].path)
+    tokens = prepare(file).caches[0]
     assert tokens.train.tolist() == expected("bytes", TEXTS[:38])
     assert tokens.validation.tolist() == expected("bytes", TEXTS[38:])
 
@@ -310,7 +310,7 @@ def test_an_interrupted_build_leaves_nothing(file, prepare, tmp_path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             prepare(file)
     assert folders(tmp_path) == []
-    assert prepare(file).tokens.train.tolist() == expected("bytes", TEXTS[:38])
+    assert prepare(file).caches[0].train.tolist() == expected("bytes", TEXTS[:38])
 
 
 @pytest.mark.parametrize("moment", ["starting", "encoding"])
@@ -375,7 +375,7 @@ def test_a_killed_build_is_not_trusted_and_is_cleared_away(file, prepare, tmp_pa
     process.join()
     assert process.exitcode == -signal.SIGKILL
     (leftover,) = folders(tmp_path)
-    tokens = prepare(file).tokens
+    tokens = prepare(file).caches[0]
     assert tokens.train.tolist() == expected("bytes", TEXTS[:38])
     assert folders(tmp_path) == [tokens.path.name] != [leftover]
 
@@ -422,7 +422,7 @@ def test_two_processes_at_once_build_once(file, prepare, tmp_path):
     def build():
         os.replace = counted_replace
         together.wait()
-        tokens = prepare(file).tokens
+        tokens = prepare(file).caches[0]
         assert tokens.train.tolist() == expected("bytes", TEXTS[:38])
 
     processes = [fork.Process(target=build) for _ in range(2)]

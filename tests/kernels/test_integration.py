@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import add_rms_norm, load_norm, rms_norm
 from tests.running import ROOT, python
@@ -51,6 +53,36 @@ def test_compiles_as_one_graph_and_once_for_all_batch_sizes(name, device):
         if i == 1:  # the second batch size makes the first dimension dynamic; after that, nothing
             compiled = compiles.frame_count
     assert compiles.frame_count == compiled
+
+
+def test_is_an_operator_where_operators_are_recorded(device):
+    """A launch by itself would leave no trace: what was recorded would return unwritten memory."""
+    x, other = torch.randn(2, 5, 96, device=device)
+    recorded = [
+        make_fx(lambda x: rms_norm(x) + 1)(x),
+        torch.jit.trace(lambda x: rms_norm(x) + 1, x),
+    ]
+    for function in recorded:
+        assert torch.equal(function(other), rms_norm(other) + 1)
+
+
+def test_shapes_are_known_without_data(device):
+    with FakeTensorMode():
+        x = torch.empty(5, 96, device=device, dtype=torch.bfloat16, requires_grad=True)
+        residual = torch.empty(5, 96, device=device, requires_grad=True)
+        y, h = add_rms_norm(x, residual)
+        dx, dr = torch.autograd.grad([y, h], [x, residual], [y, h])
+        assert [t.dtype for t in (y, h, dx, dr)] == [x.dtype, residual.dtype] * 2
+        assert {t.shape for t in (y, h, dx, dr)} == {x.shape}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_forward_mode_derivative_of_a_compiled_norm_is_refused(backend, device):
+    x, tangent = torch.randn(2, 5, 96, device=device)
+    torch.compiler.reset()
+    jvp = torch.compile(lambda x, t: torch.func.jvp(rms_norm, (x,), (t,)), backend=backend)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        jvp(x, tangent)
 
 
 def test_a_compiled_graph_is_found_again_in_the_cache(device, tmp_path, monkeypatch):

@@ -66,6 +66,7 @@ CASES = [
     add_case("", 200, 256, "float16"),
     Case("", "add_rms_norm", 64, 768, "bfloat16", "float32", "float32", "bfloat16"),
 ]
+WIDER = Case("", "rms_norm", 64, 768, "bfloat16", None, "float32", "float32")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
@@ -76,5 +77,11 @@ def test_a_peer_computes_the_definition(name, case, device):
     if (name, case.residual_dtype) == ("liger", "float32"):
         pytest.skip("liger keeps the stream in x's dtype")
     problem = Problem.random(case, device)
-    for result, error in problem.errors(load_norm(name)).items():
+    for result, error in problem.errors(problem.results(load_norm(name))).items():
         assert error <= problem.tolerance(result), result
+
+
+def test_aten_rounds_to_no_coarser_dtype_than_the_outputs(device):
+    problem = Problem.random(WIDER, device)
+    error = problem.errors(problem.results(load_norm("aten")))["y"]
+    assert error <= problem.tolerance("y") < torch.finfo(torch.bfloat16).eps / 4

@@ -4,11 +4,15 @@ The same tests run on a GPU and, through Triton's interpreter, without one. What
 compute is tested for all of them, what only the Triton kernels promise for `triton` alone.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kernels import Norm, add_rms_norm, load_norm, rms_norm
 from tests.kernels.oracle import assert_within, oracle
@@ -329,11 +333,79 @@ def test_no_grad_mode_returns_plain_tensors(device):
     assert not h.requires_grad
 
 
-def test_second_derivative_is_refused(device):
+@pytest.mark.parametrize("power", [1, 2], ids=["constant dy", "dy of x"])
+def test_second_derivative_is_refused(power, device):
     x = random(4, 8, dtype=FP64, device=device).requires_grad_()
-    (dx,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dx.sum().backward()
+    weight = random(8, dtype=FP64, device=device).requires_grad_()
+    (dx,) = torch.autograd.grad(rms_norm(x, weight).pow(power).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        (rms_norm(x, weight).sum() + dx.square().sum()).backward()
+
+
+def test_forward_mode_derivative_is_refused(device):
+    x, tangent = (random(4, 8, dtype=FP32, device=device) for _ in range(2))
+    with forward_ad.dual_level():
+        assert torch.equal(
+            rms_norm(x), rms_norm(x.clone())
+        )  # without a tangent it is not asked for
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            rms_norm(forward_ad.make_dual(x, tangent))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            add_rms_norm(x, forward_ad.make_dual(x, tangent))
+
+
+@pytest.mark.parametrize("name", ["eager", "triton", "aten"])  # Inductor's code reads their memory
+def test_gradients_that_are_zeros_without_memory(name, device):
+    x = random(4, 8, dtype=FP32, device=device).requires_grad_()
+    weight = random(8, dtype=FP32, device=device)
+    y, h = load_norm(name).add_rms_norm(x, x.detach(), weight)
+    torch.sgn(y).sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    y, h = load_norm(name).add_rms_norm(x, x.detach(), weight)
+    dy = torch.ones_like(y)
+    expected = torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert torch.equal(torch.autograd.grad([y, torch.sgn(h).sum()], x, [dy, None])[0], expected[0])
+
+
+@pytest.mark.parametrize("name", ["eager", "triton", "aten"])
+def test_views_that_are_negated_when_read(name, device):
+    tensors = [torch._neg_view(random(5, 8, dtype=FP32, device=device)) for _ in range(4)]
+    x, residual, dy, dh = tensors
+    weight = torch._neg_view(random(8, dtype=FP32, device=device))
+    check_norm(load_norm(name), x, weight, dy=dy)
+    check_norm(load_norm(name), x, weight, residual=residual, dy=dy, dh=dh)
+
+
+@pytest.mark.parametrize("name", [*NORMS, "aten"])
+def test_outputs_are_contiguous(name, device):
+    x = random(4, 3, 8, dtype=FP32, device=device).transpose(0, 1)
+    norm = load_norm(name)
+    for output in (norm.rms_norm(x), *norm.add_rms_norm(x, x)):
+        assert output.is_contiguous()
+
+
+@pytest.mark.parametrize("name", [*NORMS, "aten"])
+def test_the_stream_has_no_gradient_if_only_the_weight_wants_one(name, device):
+    x = random(4, 8, dtype=FP32, device=device)
+    weight = random(8, dtype=FP32, device=device).requires_grad_()
+    y, h = load_norm(name).add_rms_norm(x, x, weight)
+    assert y.requires_grad
+    assert not h.requires_grad
+
+
+def test_threads_may_call_it_at_the_same_time(device):
+    together = threading.Barrier(8)
+
+    def call(_) -> Tensor:
+        x = torch.ones(64, 64, device=device, requires_grad=True)
+        together.wait()
+        for _ in range(6):
+            rms_norm(x).sum().backward()
+        return x.grad
+
+    with ThreadPoolExecutor(8) as pool:
+        first, *others = pool.map(call, range(8))
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("name", [*NORMS, "aten"])
@@ -357,6 +429,10 @@ def test_second_derivative_is_refused(device):
         ({"eps": float("inf")}, "eps must be .* but it is inf"),
         ({"eps": "a"}, "eps must be .* but it is 'a'"),
         ({"x": [1.0, 2.0]}, "x must be a tensor, but it is a list"),
+        (
+            {"weight": torch.ones(8).to_sparse()},
+            "weight must be a dense tensor, .* torch.sparse_coo",
+        ),
         ({"weight": 2.0}, "weight must be a tensor, but it is a float"),
         ({"out_dtype": torch.int8}, "out_dtype must be one of .* torch.int8"),
     ],
