@@ -1,4 +1,15 @@
-"""The Triton kernels as differentiable PyTorch calls, in eager mode and under torch.compile."""
+"""The Triton kernels as differentiable PyTorch calls, in eager mode and under torch.compile.
+
+Who calls whom. `passes`, which launches the kernels, is the module triton_rms_norm in eager mode:
+
+    rms_norm -> _norm -> _differentiable -> _RMSNorm -> triton_rms_norm.forward, .backward
+
+and its two functions as operators of PyTorch's where calls are traced, so that they are recorded:
+
+    rms_norm -> _norm -> the operator norm             (in what torch.compile's Dynamo records)
+    norm -> _differentiable -> _RMSNorm -> the operators forward, backward   (in what AOT records)
+    forward, backward -> triton_rms_norm.forward, .backward                  (when that is run)
+"""
 
 import hashlib
 from collections.abc import Sequence

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 from compare import parity, training
+from compare.cli import COUNTED
 from compare.parity import Effort
 from data.sources import SOURCES
 from kernels.bench import __main__ as bench
@@ -25,6 +26,11 @@ from tests.docs.conftest import TINY, python, small
 
 COMMANDS = [(block.page.name, command) for block in ALL for command in block.commands()]
 RESULT = "results.json"
+OF_COMPARE = {
+    option: value
+    for option, value in TINY.items()
+    if not option.startswith("trainer.") or option.removeprefix("trainer.") in COUNTED
+}
 
 
 @pytest.fixture
@@ -101,7 +107,7 @@ def torchrun(words: list[str]) -> int:
 def only(mistakes: list[str], *words: str) -> int:
     """0 if these are all that compare finds wrong with the command."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        status = python("-m", "compare", *words, *small())
+        status = python("-m", "compare", *words, *small(OF_COMPARE))
     lines = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
     assert status == 2
     assert len(lines) == len(mistakes), lines
@@ -133,7 +139,7 @@ def compare(words: list[str]) -> int:
         little = Effort(steps=training.WINDOW, seeds=2, tokens=32, rows=16)
         patch.setattr(parity, "ON_CPU", little)
         patch.setattr(parity, "ON_GPU", little)
-        status = python("-m", "compare", *words, *few, *small())
+        status = python("-m", "compare", *words, *few, *small(OF_COMPARE))
     if words[0] == "parity" and status == 1:  # so few steps may show nothing: there is a result
         assert list(Path("runs").rglob(RESULT))
         return 0
