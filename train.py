@@ -32,9 +32,10 @@ from model import LitGPT
 from model.callbacks import LiveProgress, Recorder, Sampler, Stopper
 from model.checkpoints import AtomicCheckpointIO, LastCheckpoint, step_to_resume
 from model.checks import sentence
-from model.cli import UserError, changed_settings, checked_data, instantiate, last_run, parse
+from model.cli import changed_settings, checked_data, instantiate, last_run, parse
 from model.environment import environment
-from model.faults import FiniteCheck, TrainingError, memory_advice, out_of_memory
+from model.errors import TrainingError, UserError
+from model.faults import FiniteCheck, memory_advice, out_of_memory
 from model.files import InUse, create_run, owned, replacing
 from model.loggers import EventsFile, MetricsFile
 from model.mfu import flops_per_token, peak_flops

@@ -16,8 +16,8 @@ from compare.live import live
 from compare.setup import Settings
 from compare.statistics import Interval
 from model import overview
-from model.cli import UserError
 from model.environment import environment
+from model.errors import UserError
 from model.files import InUse, create_run, newest_run, owned
 from model.summary import NO_FINDING, write_json
 

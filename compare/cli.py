@@ -11,7 +11,8 @@ from compare import scaling, sentences
 from compare.setup import SCOPES, Settings, from_config
 from model import cli
 from model.checks import PRECISIONS, full_precision, norm_problems, on_gpu
-from model.cli import UserError, checked_data
+from model.cli import checked_data
+from model.errors import UserError
 
 COUNTED = ("accelerator", "default_root_dir", "precision")  # of the trainer's options
 

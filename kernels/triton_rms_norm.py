@@ -228,8 +228,9 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
     blocks = _blocks(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
     programs = min(wave, _blocks(rows, tile.rows))
-    partial = dw if programs == 1 else rstd.new_empty(programs, n) if dw is not None else None
-    dependent = dw is not None and programs > 1 and properties.dependent_launch
+    two_stages = dw is not None and programs > 1
+    partial = rstd.new_empty(programs, n) if two_stages else dw
+    dependent = two_stages and properties.dependent_launch
     constants = {
         "N": n,
         "STRIDE_UNIT": layout.unit,
@@ -243,9 +244,7 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
         projection = None
         if blocks > 1 and dx is not None:
             projection = torch.empty_like(rstd)
-            tensors = (dy, h, weight, rstd, projection)
-            grid = (rows, 1, 1)
-            launch(_projection_kernel, device, grid, tensors, layout.args, constants, options)
+            _project(dy, h, layout, weight, rstd, projection, constants, options)
         launch(
             _backward_kernel,
             device,
@@ -264,17 +263,8 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
             },
             options,
         )
-        if dw is not None and programs > 1:
-            reduce = reduce_launch(n, wave)
-            launch(
-                _reduce_kernel,
-                device,
-                (_blocks(n, reduce.columns), 1, 1),
-                (partial, dw),
-                (programs,),
-                {"N": n, "ROWS": reduce.rows, "COLUMNS": reduce.columns, "DEPENDENT": dependent},
-                {"num_warps": reduce.warps} | ({"launch_pdl": True} if dependent else {}),
-            )
+        if two_stages:
+            _reduce(partial, dw, wave, dependent)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -352,6 +342,19 @@ def _backward_kernel(
         tl.store(partial_ptr + program.to(tl.int64) * N + column, dw, mask=column < N)
 
 
+def _project(dy, h, layout, weight, rstd, projection, constants, options) -> None:
+    """Write the projection (rows,) with the constants and options of the backward kernel."""
+    launch(
+        _projection_kernel,
+        rstd.get_device(),
+        (len(rstd), 1, 1),
+        (dy, h, weight, rstd, projection),
+        layout.args,
+        constants,
+        options,
+    )
+
+
 @triton.jit(do_not_specialize=_INTEGERS)
 def _projection_kernel(
     dy_ptr,
@@ -385,6 +388,21 @@ def _projection_kernel(
     first = tl.arange(0, 1)[:, None]
     mean = _sum(products, 1) * tl.load(rstd_ptr + row) / N
     tl.store(projection_ptr + row + first, mean)
+
+
+def _reduce(partial, dw, wave, dependent) -> None:
+    """Write dw (N,) of partial (programs, N), of which a full grid would make `wave` rows."""
+    programs, n = partial.shape
+    tile = reduce_launch(n, wave)
+    launch(
+        _reduce_kernel,
+        dw.get_device(),
+        (_blocks(n, tile.columns), 1, 1),
+        (partial, dw),
+        (programs,),
+        {"N": n, "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPENDENT": dependent},
+        {"num_warps": tile.warps} | ({"launch_pdl": True} if dependent else {}),
+    )
 
 
 @triton.jit(do_not_specialize=["n_partials"])

@@ -23,8 +23,8 @@ import triton
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kernels import functional, launcher, launches, triton_rms_norm
-from kernels.bench.__main__ import integers, missing_gpu, names
 from kernels.bench.cases import DESIGN_SHAPES, Case, add_case, default_rows, norm_case
+from kernels.bench.command import integers, missing_gpu, names
 from kernels.bench.problem import EPS, Problem
 from kernels.bench.timing import Arm, Timer
 from kernels.launches import Launch

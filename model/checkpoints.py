@@ -10,7 +10,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
-from model.cli import UserError
+from model.errors import UserError
 from model.files import replacing
 from model.gpt import GPT
 from model.lit import LitGPT

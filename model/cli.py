@@ -1,9 +1,7 @@
 """The command line of train.py: one parser for flags and YAML, and one list of what is wrong."""
 
 import argparse
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from model.checks import (
     trainer_problems,
     trial_problems,
 )
+from model.errors import UserError
 from model.files import newest_run
 from model.gpt import STREAM_DTYPES, config_problems
 from model.lit import LitGPT, training_problems
@@ -38,10 +37,6 @@ TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
 }
 MIN_SEED, MAX_SEED = 0, 2**32 - 1  # NumPy's
-
-
-class UserError(Exception):
-    """Sentences, one an argument, that tell a user what to change."""
 
 
 def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
@@ -183,29 +178,6 @@ def build_parser() -> ArgumentParser:
     )
     parser.set_defaults({f"trainer.{key}": value for key, value in TRAINER_DEFAULTS.items()})
     return parser
-
-
-def command(function: Callable[..., None], prog: str, argv: list[str] | None = None) -> int:
-    """Call `function` with flags from the command line, its docstring being their help.
-
-    Returns the exit status: 0, 2 for bad input, told in sentences, 130 after Ctrl-C.
-    """
-    parser = ArgumentParser(
-        prog=prog,
-        exit_on_error=False,
-        allow_abbrev=False,
-        description=inspect.getdoc(function).split("\n\nArgs:")[0],
-    )
-    parser.add_function_arguments(function)
-    try:
-        function(**parser.parse_args(argv).as_dict())
-    except (ArgumentError, UserError, OSError) as error:
-        sentences = error.args if isinstance(error, UserError) else [sentence(error)]
-        print("\n".join(f"error: {text}" for text in sentences), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 def _default_config() -> Path:

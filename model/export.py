@@ -9,7 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model.checkpoints import load_gpt
-from model.cli import UserError, command
+from model.command import command
+from model.errors import UserError
 from model.files import replacing
 from model.gpt import GPT, GPTConfig
 

@@ -7,13 +7,10 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from model.callbacks import is_log_step
+from model.errors import TrainingError
 from model.lit import LitGPT
 
 BYTES_PER_PARAMETER = 4 * 4  # weight, gradient and AdamW's two moments, all in float32
-
-
-class TrainingError(Exception):
-    """Sentences, one an argument: what ended the training, and what to do about it."""
 
 
 class FiniteCheck(Callback):

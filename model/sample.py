@@ -7,7 +7,8 @@ import torch
 
 from data import DataError, load_tokenizer
 from model.checkpoints import load_gpt
-from model.cli import UserError, command
+from model.command import command
+from model.errors import UserError
 from model.gpt import GPT
 
 

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kernels import interpreter, reference
+from kernels import reference
 from kernels.bench import report
 from kernels.bench.cases import ITEMSIZE, Case, design_preset, sweep
+from kernels.bench.command import integer, integers, missing_gpu, names
 from kernels.bench.environment import clocks, environment
 from kernels.bench.problem import EPS, Problem
 from kernels.bench.timing import Arm, Timer, host_us, stream_arms
@@ -63,15 +64,6 @@ def main(argv: list[str]) -> int:
     report.write(results, arguments.out)
     print(f"\n{report.targets_table(results)}\n\nResults are in {arguments.out}")
     return 0
-
-
-def missing_gpu() -> str | None:
-    """Why nothing can be measured here; None if it can."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA GPU here, and the speed of a CPU says nothing about one."
-    if interpreter.INTERPRETED:
-        return "TRITON_INTERPRET=1 is set, and the interpreter's speed says nothing. Unset it."
-    return None
 
 
 # --- command line -----------------------------------------------------------------------------
@@ -129,20 +121,6 @@ def directions(case: Case, passes: list[str]) -> list[str]:
     """Which of forward and backward to time for a case, by the names in PASSES."""
     prefix = "add_" if case.op == "add_rms_norm" else ""
     return [direction for direction in ("forward", "backward") if prefix + direction in passes]
-
-
-def names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
-def integers(text: str) -> list[int]:
-    return [integer(number) for number in text.split(",")]
-
-
-def integer(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _check_known(flag: str, given: Collection[str], known: Collection[str]) -> None:

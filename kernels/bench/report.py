@@ -207,7 +207,7 @@ def _beyond_ceiling(verdict: Verdict) -> bool:
 def _verdict_line(verdict: Verdict) -> str:
     measured = "" if verdict.measured is None else f"{verdict.measured:.3f}"
     shown = verdict.verdict if verdict.verdict == "met" else f"**{verdict.verdict}**"
-    passes = "both" if "host" in verdict.target.text else verdict.case["pass"]
+    passes = verdict.case["pass"] if verdict.target.has_ceiling else "both"
     at_least = f"{verdict.target.at_least:.2f}"
     bound = f"{verdict.at_ceiling:.3f}" if _beyond_ceiling(verdict) else ""
     text, case = verdict.target.text, label(verdict.case)

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoints import load_gpt
-from model.cli import UserError, command
+from model.command import command
+from model.errors import UserError
 from model.export import export, load
 
 

@@ -5,7 +5,7 @@ import torch
 
 from data import load_tokenizer
 from model.checkpoints import load_gpt
-from model.cli import command
+from model.command import command
 from model.sample import sample
 
 
