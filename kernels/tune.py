@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kernels import functional, launcher, launches, triton_rms_norm
 from kernels.bench.cases import DESIGN_SHAPES, Case, add_case, default_rows, norm_case
-from kernels.bench.command import integers, missing_gpu, names
+from kernels.bench.command import integers, missing_gpu, names, run
 from kernels.bench.problem import EPS, Problem
 from kernels.bench.timing import Arm, Timer
 from kernels.launches import Launch
@@ -98,9 +98,12 @@ def main(argv: list[str]) -> int:
         ]
         for future in compiled:
             future.result()
-        for search in searches:
+        for search in bar.track(searches, task_id=task):
             bar.update(task, description=search.key)
             best, us, before = fastest(search, device, timer)
+            if best is None:
+                bar.console.print(f"{search.key}: no candidate runs and is right, nothing changes")
+                continue
             try:
                 save({search.key: best}, device, arguments.out)
             except (OSError, ValueError) as error:
@@ -109,8 +112,7 @@ def main(argv: list[str]) -> int:
             bar.console.print(
                 f"{search.key}: {us:.1f} us (was {before:.1f}) {best}", highlight=False
             )
-            bar.advance(task)
-    print(f"{len(searches)} launches for {launches.tuned_for(device)} are in {arguments.out}")
+    print(f"What was found for {launches.tuned_for(device)} is in {arguments.out}")
     return 0
 
 
@@ -175,8 +177,13 @@ def compile_candidate(search: Search, candidate: Launch) -> None:
         problem.results(functional.norm)
 
 
-def fastest(search: Search, device: torch.device, timer: Timer) -> tuple[Launch, float, float]:
-    """The launch with the smallest median time, that time, and the time of the present launch."""
+def fastest(
+    search: Search, device: torch.device, timer: Timer
+) -> tuple[Launch | None, float, float]:
+    """The launch with the smallest median time, that time, and the time of the present launch.
+
+    The first is None if no candidate runs on this GPU and is right.
+    """
     checked = Problem.random(replace(search.case, rows=CHECKED_ROWS), device)
     timed = make_arm(search, device)
     present = median(timer.gpu_us(timed, 30, cold=True))
@@ -188,6 +195,8 @@ def fastest(search: Search, device: torch.device, timer: Timer) -> tuple[Launch,
             right[compiled] = is_right(search, checked)
         if right[compiled]:
             times[candidate] = median(timer.gpu_us(timed, 8, cold=True))
+    if not times:
+        return None, present, present
     finalists = sorted(times, key=times.get)[:FINALISTS]
     samples = {candidate: [] for candidate in finalists}
     for _ in range(5):
@@ -249,4 +258,4 @@ def save(found: dict[str, Launch], device: torch.device, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kernels import reference
 from kernels.bench import report
 from kernels.bench.cases import ITEMSIZE, Case, design_preset, sweep
-from kernels.bench.command import integer, integers, missing_gpu, names
+from kernels.bench.command import integer, integers, missing_gpu, names, run
 from kernels.bench.environment import clocks, environment
 from kernels.bench.problem import EPS, Problem
 from kernels.bench.timing import Arm, Timer, host_us, stream_arms
@@ -302,4 +302,4 @@ def make_row(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -1,10 +1,21 @@
 """What the command lines of kernels.bench and kernels.tune have in common."""
 
 import argparse
+import sys
+from collections.abc import Callable
 
 import torch
 
 from kernels import interpreter
+
+
+def run(main: Callable[[list[str]], int]) -> None:
+    """Exit with what main makes of the command line, or after Ctrl-C, in a sentence, with 130."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("Interrupted. What was measured before is saved.", file=sys.stderr)
+        sys.exit(130)
 
 
 def missing_gpu() -> str | None:
