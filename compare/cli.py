@@ -46,9 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
         "several devices, each with data.batch_size sequences.",
         epilog="--config, --model.*, --data.* and --seed_everything are those of train.py (python "
         f"train.py --help), and of --trainer.* {sentences.enumeration(list(COUNTED))}: every step "
-        "is one micro-batch on one device. Without a config, tiny.yaml or, with a GPU, "
-        "small.yaml. Exit status: 0 parity holds (or was not asked for), 1 it fails, is "
-        "inconclusive, or a part could not be measured, 2 bad input, 130 after Ctrl-C.",
+        "is one micro-batch. Without a config, tiny.yaml or, with a GPU, small.yaml. Exit status: "
+        "0 parity holds (or was not asked for), 1 it fails, is inconclusive, or a part could not "
+        "be measured, 2 bad input, 130 after Ctrl-C.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> Request:
         raise UserError(*problems)
     trainer = {word.partition("=")[0] for word in others if word.startswith("--trainer.")}
     problems += [
-        f"{flag} has no effect on a comparison, whose steps are one micro-batch on one device: of "
+        f"{flag} has no effect on a comparison, whose steps are one micro-batch each: of "
         f"--trainer.*, {sentences.enumeration(list(COUNTED))} count."
         for flag in sorted(trainer - {f"--trainer.{option}" for option in COUNTED})
     ]
