@@ -15,7 +15,7 @@ def table(page: str, header: str) -> list[list[str]]:
     """The cells of the table on a page whose header begins so, without header and rule."""
     text = (ROOT / page).read_text()
     lines = text[text.index(f"| {header}") :].split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
 
 
 @pytest.mark.parametrize("line", table(KERNEL, "rows x N"), ids=lambda line: f"{line[0]} {line[1]}")
@@ -90,4 +90,33 @@ def test_comparisons_of_the_readme():
                 "{median:.3f} [{low:.3f}, {high:.3f}]".format(**speedup) if speedup else "",
                 f"{result['profile'][norm]['norm_share']:.1%}",
                 f"{memory['peak_allocated_gib']:.2f}" if memory else "",
+            ]
+
+
+def test_small_batches_of_the_readme():
+    for scope, *shown in table(README, "model of 4 x 1024"):
+        file = ROOT / f"results/h200-batch4/{scope}/results.json"
+        variants = json.loads(file.read_text())["speed"]["variants"]
+        triton = variants["triton"]
+        assert [cell.replace("*", "") for cell in shown] == [
+            *(f"{variants[norm]['step_ms']['p50']:.2f}" for norm in ("eager", "compiled", "triton")),
+            "{median:.3f} [{low:.3f}, {high:.3f}]".format(**triton["vs"]["compiled"]),
+            f"{triton['busy']:.0%}",
+        ]
+
+
+def test_two_gpus_of_the_readme():
+    lines = iter(table(README, "model on two GPUs"))
+    for scope in ("eager", "compiled"):
+        file = ROOT / f"results/h200-x2/scaling-{scope}/results.json"
+        scaling = json.loads(file.read_text())["scaling"]
+        for norm in ("eager", "compiled", "triton"):
+            both = [scaling[strategy]["variants"][norm] for strategy in ("ddp-2", "fsdp-2")]
+            assert next(lines) == [
+                scope if norm == "eager" else "",
+                norm,
+                *itertools.chain.from_iterable(
+                    (f"{found['tokens_per_s']:,.0f}", f"{found['efficiency']['median']:.1%}")
+                    for found in both
+                ),
             ]
