@@ -14,7 +14,8 @@ from typing import NamedTuple
 from torch.profiler import profile
 
 RANGE = "rms_norm"  # of record_function, around every call of a norm
-OPERATORS = "triton_rmsnorm_gpt::"  # kernels.functional's, which a compiled model calls as they are
+OPERATORS = "triton_rmsnorm_gpt::"  # kernels.functional's, which a compiled model calls on a CPU
+NORM_KERNELS = "rms_norm_"  # in the names of kernels that a compiled model launches as they are
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 NODE = "autograd::engine::evaluate_function"  # begins the name of a backward node's range
@@ -57,9 +58,9 @@ def attribute(events: list[dict], scope: str) -> list[Work]:
 
     Scope "eager": forward work is what was launched inside a RANGE, backward work what the
     autograd nodes made there launched; nodes and operators share sequence numbers. Scope
-    "compiled": work of norms that stay operators of their own, OPERATORS, is what these launched;
-    others are fused with what is around them, and known by the `fused_phase` of a kernel and by the
-    SUM of their weight's gradient.
+    "compiled": norms with kernels or OPERATORS of their own are known by the names of these; others
+    are fused with what is around them, and known by the `fused_phase` of a kernel and by the SUM of
+    their weight's gradient.
     """
     eager = scope == "eager"
     find = _finder(_eager_ranges(events) if eager else _operator_ranges(events))
@@ -68,9 +69,15 @@ def attribute(events: list[dict], scope: str) -> list[Work]:
     else:
         pieces = _own_time([event for event in events if event["cat"] == "cpu_op"])
     return [
-        Work(name, start, end, find(*launch) or (None if eager else fused_phase(name)))
+        Work(name, start, end, find(*launch) or (None if eager else _phase_by_name(name)))
         for name, start, end, launch in pieces
     ]
+
+
+def _phase_by_name(kernel: str) -> str | None:
+    if NORM_KERNELS in kernel:
+        return "forward" if "forward" in kernel else "backward"
+    return fused_phase(kernel)
 
 
 def fused_phase(kernel: str) -> str | None:

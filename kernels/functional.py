@@ -6,20 +6,26 @@ Who calls whom. `passes`, which launches the kernels, is the module triton_rms_n
 
 and its two functions as operators of PyTorch's where calls are traced, so that they are recorded:
 
-    rms_norm -> _norm -> the operator norm             (in what torch.compile's Dynamo records)
-    norm -> _differentiable -> _RMSNorm -> the operators forward, backward   (in what AOT records)
-    forward, backward -> triton_rms_norm.forward, .backward                  (when that is run)
+    rms_norm -> _norm -> the operator norm                      (recorded by torch.compile's Dynamo)
+    norm -> _differentiable -> _RMSNorm -> the operators forward, backward
+    forward, backward -> triton_rms_norm.forward, .backward -> launcher.record     (recorded by AOT)
+
+The compiled code launches the kernels by itself. Where that cannot be (in the interpreter, or under
+another tracer than torch.compile), forward and backward are recorded, and when they run:
+
+    forward, backward -> triton_rms_norm.forward, .backward -> launcher.launch
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
 
-from kernels import interpreter, triton_rms_norm
+from kernels import arguments, interpreter, launcher, launches, triton_rms_norm
 from kernels.arguments import check_arguments, compute_dtype
 from kernels.registry import Norm
 
@@ -194,12 +200,10 @@ def _gradients(ctx, dy, dh) -> tuple[Tensor | None, Tensor | None, Tensor | None
     return dx, dr if need_dr else None, dw
 
 
-# In a compiled model the two passes are opaque operators: the launch, which torch.compile could not
-# trace in full (dependent launch, for one), then is the same as in eager mode. They write into
-# tensors that the compiled code allocates. The norm around them is an operator, too, since PyTorch
-# caches no compiled graph with an autograd.Function in it; it is gone when the passes are called,
-# which carry no gradients that would cost the host time. A cached graph knows it by its name alone,
-# which therefore says what it was traced from: this file.
+# The two passes as operators write into tensors that the caller allocates, so that compiled code
+# can plan their memory. The norm around them is an operator, too, since PyTorch caches no compiled
+# graph with an autograd.Function in it; it is gone when the passes are called. A cached graph knows
+# it by its name alone, which therefore says what it was traced from: code and launches.
 
 _operators = torch.library.Library("triton_rmsnorm_gpt", "DEF")
 _operators.define(
@@ -210,7 +214,9 @@ _operators.define(
     "backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, "
     "Tensor(a!)? dx, Tensor(b!)? dr, Tensor(c!)? dw) -> ()"
 )
-_traced = "traced_" + hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+_sources = [Path(module.__file__) for module in (arguments, launcher, launches, triton_rms_norm)]
+_contents = [file.read_bytes() for file in (Path(__file__), *_sources, *launches.files())]
+_traced = "traced_" + hashlib.sha256(b"".join(_contents)).hexdigest()[:16]
 _operators.define(
     f"norm.{_traced}(Tensor x, Tensor? residual, Tensor? weight, float eps, "
     "ScalarType out_dtype) -> Tensor[]"
@@ -218,6 +224,26 @@ _operators.define(
 for _name in ("forward", "backward"):
     _operators.impl(_name, getattr(triton_rms_norm, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"triton_rmsnorm_gpt::{_name}", lambda *_: None, lib=_operators)
+
+
+def _recording(name: str) -> Callable:
+    """The rule by which torch.compile replaces the operator by the kernels that it launches."""
+    run = getattr(triton_rms_norm, name)
+
+    def rule(mode, operator, types, args, kwargs):
+        if torch.compiler.is_exporting():  # a program for other machines keeps the operator
+            return mode.__torch_dispatch__(operator, types, args, kwargs)
+        with mode:
+            return run(*args, **kwargs, launch=launcher.record)
+
+    return rule
+
+
+if not interpreter.INTERPRETED:
+    for _name in ("forward", "backward"):
+        torch.library.register_torch_dispatch(
+            f"triton_rmsnorm_gpt::{_name}", FunctionalTensorMode, _recording(_name), lib=_operators
+        )
 
 
 @torch.library.impl(_operators, f"norm.{_traced}", "CompositeImplicitAutograd")

@@ -5,6 +5,7 @@ eager training that is most of what a norm costs the host, so the compiled kerne
 by what the specialisation depends on, and launched directly.
 """
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
@@ -64,6 +65,14 @@ def launch(
         *integers,
         *constants.values(),
     )
+
+
+def record(kernel, device, grid, tensors, integers, constants, options) -> None:
+    """`launch` while torch.compile traces, which takes the kernel into the code that it makes.
+
+    There it can do no dependent launch, nor see what a kernel with inline assembly writes to.
+    """
+    torch.library.wrap_triton(kernel)[grid](*tensors, *integers, **constants, **options)
 
 
 def forget() -> None:

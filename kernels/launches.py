@@ -158,6 +158,11 @@ def tuned_file() -> Path:
     return cache / "triton-rmsnorm-gpt" / "launches.json"
 
 
+def files() -> list[Path]:
+    """The files that launches are read from, as far as they exist."""
+    return [file for file in (*sorted(MEASURED.glob("*.json")), tuned_file()) if file.exists()]
+
+
 def tuned_for(device: torch.device) -> str:
     """What launches are tuned for: a GPU and a Triton version."""
     return f"{gpu(device).name}, triton {triton.__version__}"

@@ -24,7 +24,7 @@ from triton.language.standard import _sum_combine
 
 from kernels import interpreter
 from kernels.arguments import compute_dtype
-from kernels.launcher import launch
+from kernels.launcher import launch, record
 from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
@@ -98,7 +98,7 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _in_memory(tensor).contiguous()
 
 
-def forward(x, residual, weight, eps, y, h, rstd) -> None:
+def forward(x, residual, weight, eps, y, h, rstd, launch=launch) -> None:
     """Write y and, where they are wanted, h = x + residual and rstd (rows,) in the compute dtype.
 
     y, h and rstd are contiguous; h is there if residual is, and has its dtype.
@@ -109,7 +109,7 @@ def forward(x, residual, weight, eps, y, h, rstd) -> None:
     x, layout = _rows_in_place(x)
     residual, weight = _contiguous(residual), _contiguous(weight)
     compute = compute_dtype(x, residual, weight)
-    n = x.shape[-1]
+    n = int(x.shape[-1])  # a constant of the kernel, also while it is a symbol
     h_dtype = x.dtype if h is None else h.dtype
     if weight is not None and weight.element_size() < h_dtype.itemsize:
         # Triton would lay x out as it loads a narrower weight, but only where no residual is
@@ -119,7 +119,7 @@ def forward(x, residual, weight, eps, y, h, rstd) -> None:
     device = x.get_device()
     with _on(device):
         launch(
-            _forward_kernel,
+            _rms_norm_forward_kernel,
             device,
             (_blocks(rows, tile.rows), 1, 1),
             (x, residual, weight, y, h, rstd),
@@ -140,7 +140,7 @@ def forward(x, residual, weight, eps, y, h, rstd) -> None:
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def _forward_kernel(
+def _rms_norm_forward_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -209,11 +209,11 @@ def _forward_kernel(
         tl.store(y_ptr + at, _round(y, y_ptr.dtype.element_ty), inside)
 
 
-def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
+def backward(dy, dh, h, weight, rstd, dx, dr, dw, launch=launch) -> None:
     """Write of dx, dr (the same in another dtype) and dw those that are not None; all contiguous.
 
     dw is summed in two stages: every program of a persistent grid keeps its own sum in registers
-    and writes it as one row of `partial`; then `_reduce_kernel` adds those rows.
+    and writes it as one row of `partial`; then `_rms_norm_reduce_kernel` adds those rows.
     """
     rows = h.numel() // h.shape[-1]
     if rows == 0:
@@ -222,15 +222,17 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
         return
     h, layout = _rows_in_place(h)
     dy, dh, weight = _contiguous(dy), _contiguous(dh), _contiguous(weight)
-    n = h.shape[-1]
+    n = int(h.shape[-1])
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
     blocks = _blocks(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
-    programs = min(wave, _blocks(rows, tile.rows))
-    two_stages = dw is not None and programs > 1
-    partial = rstd.new_empty(programs, n) if two_stages else dw
-    dependent = two_stages and properties.dependent_launch
+    tiles = _blocks(rows, tile.rows)
+    recorded = launch is record  # then rows may be a symbol, and no branch is taken on it
+    programs = torch.sym_min(wave, tiles) if recorded else min(wave, tiles)
+    two_stages = dw is not None and (recorded or programs > 1)
+    partial = rstd.new_empty(wave, n) if two_stages else dw
+    dependent = two_stages and properties.dependent_launch and not recorded
     constants = {
         "N": n,
         "STRIDE_UNIT": layout.unit,
@@ -244,9 +246,9 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
         projection = None
         if blocks > 1 and dx is not None:
             projection = torch.empty_like(rstd)
-            _project(dy, h, layout, weight, rstd, projection, constants, options)
+            _project(dy, h, layout, weight, rstd, projection, constants, options, launch)
         launch(
-            _backward_kernel,
+            _rms_norm_backward_kernel,
             device,
             (programs, blocks, 1),
             (dy, dh, h, weight, rstd, projection, dx, dr, partial),
@@ -264,11 +266,11 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw) -> None:
             options,
         )
         if two_stages:
-            _reduce(partial, dw, wave, dependent)
+            _reduce(partial, programs, dw, dependent, launch)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def _backward_kernel(
+def _rms_norm_backward_kernel(
     dy_ptr,
     dh_ptr,
     h_ptr,
@@ -342,12 +344,12 @@ def _backward_kernel(
         tl.store(partial_ptr + program.to(tl.int64) * N + column, dw, mask=column < N)
 
 
-def _project(dy, h, layout, weight, rstd, projection, constants, options) -> None:
+def _project(dy, h, layout, weight, rstd, projection, constants, options, launch) -> None:
     """Write the projection (rows,) with the constants and options of the backward kernel."""
     launch(
-        _projection_kernel,
+        _rms_norm_projection_kernel,
         rstd.get_device(),
-        (len(rstd), 1, 1),
+        (rstd.shape[0], 1, 1),
         (dy, h, weight, rstd, projection),
         layout.args,
         constants,
@@ -356,7 +358,7 @@ def _project(dy, h, layout, weight, rstd, projection, constants, options) -> Non
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def _projection_kernel(
+def _rms_norm_projection_kernel(
     dy_ptr,
     h_ptr,
     weight_ptr,
@@ -390,12 +392,12 @@ def _projection_kernel(
     tl.store(projection_ptr + row + first, mean)
 
 
-def _reduce(partial, dw, wave, dependent) -> None:
-    """Write dw (N,) of partial (programs, N), of which a full grid would make `wave` rows."""
-    programs, n = partial.shape
+def _reduce(partial, programs, dw, dependent, launch) -> None:
+    """Write dw (N,), the sum of the first `programs` rows of partial (a full grid's, N)."""
+    wave, n = partial.shape
     tile = reduce_launch(n, wave)
     launch(
-        _reduce_kernel,
+        _rms_norm_reduce_kernel,
         dw.get_device(),
         (_blocks(n, tile.columns), 1, 1),
         (partial, dw),
@@ -406,7 +408,7 @@ def _reduce(partial, dw, wave, dependent) -> None:
 
 
 @triton.jit(do_not_specialize=["n_partials"])
-def _reduce_kernel(
+def _rms_norm_reduce_kernel(
     partial_ptr,
     dw_ptr,
     n_partials,

@@ -52,8 +52,9 @@ class Search:
 
     @property
     def kernel(self):
-        forward = self.direction == "forward"
-        return triton_rms_norm._forward_kernel if forward else triton_rms_norm._backward_kernel
+        if self.direction == "forward":
+            return triton_rms_norm._rms_norm_forward_kernel
+        return triton_rms_norm._rms_norm_backward_kernel
 
     def candidates(self, gpu: launches.Gpu) -> Iterator[Launch]:
         """Launches with 8 to 32 elements a thread whose tiles of prefetch fit shared memory."""

@@ -135,6 +135,8 @@ FUSED = {  # kernels of a compiled GPT, as Inductor names them
     "triton_poi_fused__unsafe_view_gelu_gelu_backward_view_2": None,
     "triton_red_fused__log_softmax__to_copy__unsafe_view_prepare_softmax_online_sum_9": None,
     "reduce_kernel_sum": None,  # not Inductor's
+    "_rms_norm_forward_kernel": "forward",  # a norm's own
+    "_rms_norm_reduce_kernel": "backward",
 }
 
 

@@ -99,7 +99,10 @@ def test_small_batches_of_the_readme():
         variants = json.loads(file.read_text())["speed"]["variants"]
         triton = variants["triton"]
         assert [cell.replace("*", "") for cell in shown] == [
-            *(f"{variants[norm]['step_ms']['p50']:.2f}" for norm in ("eager", "compiled", "triton")),
+            *(
+                f"{variants[norm]['step_ms']['p50']:.2f}"
+                for norm in ("eager", "compiled", "triton")
+            ),
             "{median:.3f} [{low:.3f}, {high:.3f}]".format(**triton["vs"]["compiled"]),
             f"{triton['busy']:.0%}",
         ]

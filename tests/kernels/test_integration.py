@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_fw_bw_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -53,6 +54,24 @@ def test_compiles_as_one_graph_and_once_for_all_batch_sizes(name, device):
         if i == 1:  # the second batch size makes the first dimension dynamic; after that, nothing
             compiled = compiles.frame_count
     assert compiles.frame_count == compiled
+
+
+@needs_gpu
+def test_compiled_code_launches_the_kernels_by_itself(device):
+    x, residual = (torch.randn(6, 96, device=device, requires_grad=True) for _ in range(2))
+    weight = torch.ones(96, device=device, requires_grad=True)
+    torch.compiler.reset()
+    call = torch.compile(lambda: sum(add_rms_norm(x, residual, weight)), fullgraph=True)
+    _, codes = run_fw_bw_and_get_code(call)
+    for kernel in ("forward", "backward", "reduce"):
+        assert f"_rms_norm_{kernel}_kernel" in "".join(codes)
+    assert "triton_rmsnorm_gpt" not in "".join(codes)
+
+
+def test_what_is_recorded_for_a_gpu_gives_the_same_bits():
+    """On any machine: what is recorded is run by the interpreter."""
+    done = python("-m", "tests.kernels.recorded", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
 
 
 def test_is_an_operator_where_operators_are_recorded(device):

@@ -48,8 +48,8 @@ def test_shipped_launch(architecture, key, device, monkeypatch):
     if dr is not None:
         assert_within(dr, oracle(h, weight, EPS, dy, dh, dtypes | {"dx": stream})["dx"], "dr")
     if device.type == "cuda":
-        assert launcher.spills(triton_rms_norm._forward_kernel) == 0
-        assert launcher.spills(triton_rms_norm._backward_kernel) == 0
+        assert launcher.spills(triton_rms_norm._rms_norm_forward_kernel) == 0
+        assert launcher.spills(triton_rms_norm._rms_norm_backward_kernel) == 0
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ def test_inputs_and_gradients_are_not_written_to(device):
 def test_frozen_weight_costs_no_gradient_of_it(device, monkeypatch):
     import kernels.triton_rms_norm as module
 
-    monkeypatch.setattr(module, "_reduce_kernel", None)  # launching it would raise
+    monkeypatch.setattr(module, "_rms_norm_reduce_kernel", None)  # launching it would raise
     x = random(4000, 768, dtype=FP32, device=device).requires_grad_()
     weight = random(768, dtype=FP32, device=device)
     rms_norm(x, weight).sum().backward()
