@@ -160,6 +160,10 @@ class GPT(nn.Module):
         branch, stream = None, self.embedding(tokens).to(self.stream_dtype)
         for block in self.blocks:
             branch, stream = block(branch, stream, rotary, cache)
+        return self.output(branch, stream, targets)
+
+    def output(self, branch: Tensor, stream: Tensor, targets: Tensor | None) -> Tensor:
+        """What `forward` returns, from what the last block does: (B, T, n_embd) each."""
         h, stream = self.final_norm(branch, stream)
         with recomputed(self.config.norm_recompute, self.final_norm, h, stream):
             logits = self.head(h)

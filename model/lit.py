@@ -116,10 +116,11 @@ class LitGPT(LightningModule):
         """Shard the parameters over a mesh's dimension "data_parallel" (FSDP2)."""
         if self.hparams.compile:
             # Shards are gathered by hooks around each block, where the graph of the whole model
-            # would break. The blocks are compiled instead, without the hooks.
+            # would break. What lies between the hooks is compiled instead.
             self.gpt._compiled_call_impl = None
             for block in self.gpt.blocks:
                 block.forward = torch.compile(block.forward, **self.compile_options)
+            self.gpt.output = torch.compile(self.gpt.output, **self.compile_options)
         for unit in (*gathered_together(self.gpt.blocks), self.gpt):
             fully_shard(unit, mesh=mesh["data_parallel"])
 

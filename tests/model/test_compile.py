@@ -1,14 +1,18 @@
 """The compiled model: one graph, compiled once for training and once for validation."""
 
+from functools import partial
+
 import pytest
 import torch
 from lightning import Callback
+from torch import distributed
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from kernels import NORMS
 from model import GPT, LitGPT
-from tests.model.test_lit import LOSS_TOLERANCE, SHAPE, batches
+from tests.model.test_lit import LOSS_TOLERANCE, SHAPE, batches, lit
 from tests.running import quiet_trainer
 
 ON_GPU = torch.cuda.is_available()
@@ -99,3 +103,27 @@ def test_cuda_graphs_train_as_the_model_without_them(norm, micro_batches):
     assert not counters["inductor"]["cudagraph_skips"]
     difference = torch.stack(got.losses) - torch.stack(expected.losses)
     assert difference.abs().max() <= LOSS_TOLERANCE
+
+
+@pytest.fixture
+def mesh():
+    """One device that shares the parameters with nobody."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("data_parallel",))
+    distributed.destroy_process_group()
+
+
+def test_of_a_sharded_model_blocks_and_output_are_compiled(mesh, monkeypatch):
+    """The graph of the whole would break where shards are gathered."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(LitGPT, "compile_options", {"fullgraph": True})
+    torch.compiler.reset()
+    counters.clear()
+    plain, sharded = lit(), lit(compile=True)
+    sharded.shard(mesh)
+    batch = batches(1)[0]
+    losses = [model.loss(batch) for model in (plain, sharded)]
+    assert (losses[1] - losses[0]).abs() <= LOSS_TOLERANCE
+    losses[1].backward()
+    assert counters["stats"]["unique_graphs"] == 3  # the first block has no branch to add
+    assert not counters["graph_break"]
