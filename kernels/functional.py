@@ -10,8 +10,8 @@ and its two functions as operators of PyTorch's where calls are traced, so that 
     norm -> _differentiable -> _RMSNorm -> the operators forward, backward
     forward, backward -> triton_rms_norm.forward, .backward -> launcher.record     (recorded by AOT)
 
-The compiled code launches the kernels by itself. Where that cannot be (in the interpreter, or under
-another tracer than torch.compile), forward and backward are recorded, and when they run:
+The compiled code launches the kernels by itself. In the interpreter, and under make_fx or
+torch.export, forward and backward are recorded, and when they run:
 
     forward, backward -> triton_rms_norm.forward, .backward -> launcher.launch
 """
@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 
 from kernels import arguments, interpreter, launcher, launches, triton_rms_norm
@@ -92,7 +93,8 @@ def add_rms_norm(
 def _norm(x, residual, weight, eps, out_dtype) -> Sequence[Tensor]:
     """[y], or [y, h] with a residual."""
     if _is_traced(x, residual, weight):
-        return _traced_norm(x, residual, weight, eps, out_dtype)
+        operator = _exported_norm if torch.compiler.is_exporting() else _traced_norm
+        return operator(x, residual, weight, eps, out_dtype)
     return _differentiable(x, residual, weight, eps, out_dtype, triton_rms_norm)
 
 
@@ -203,7 +205,8 @@ def _gradients(ctx, dy, dh) -> tuple[Tensor | None, Tensor | None, Tensor | None
 # The two passes as operators write into tensors that the caller allocates, so that compiled code
 # can plan their memory. The norm around them is an operator, too, since PyTorch caches no compiled
 # graph with an autograd.Function in it; it is gone when the passes are called. A cached graph knows
-# it by its name alone, which therefore says what it was traced from: code and launches.
+# it by its name alone, which therefore says what it was traced from: code and launches. An exported
+# program, which keeps it, names the code alone: launches are those of where it runs.
 
 _operators = torch.library.Library("triton_rmsnorm_gpt", "DEF")
 _operators.define(
@@ -214,13 +217,15 @@ _operators.define(
     "backward(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, "
     "Tensor(a!)? dx, Tensor(b!)? dr, Tensor(c!)? dw) -> ()"
 )
-_sources = [Path(module.__file__) for module in (arguments, launcher, launches, triton_rms_norm)]
-_contents = [file.read_bytes() for file in (Path(__file__), *_sources, *launches.files())]
-_traced = "traced_" + hashlib.sha256(b"".join(_contents)).hexdigest()[:16]
-_operators.define(
-    f"norm.{_traced}(Tensor x, Tensor? residual, Tensor? weight, float eps, "
-    "ScalarType out_dtype) -> Tensor[]"
-)
+_sources = [__file__, *(m.__file__ for m in (arguments, launcher, launches, triton_rms_norm))]
+_code = b"".join(Path(source).read_bytes() for source in _sources)
+_exported = "exported_" + hashlib.sha256(_code).hexdigest()[:16]
+_traced = "traced_" + hashlib.sha256(_code + launches.contents()).hexdigest()[:16]
+for _name in (_exported, _traced):
+    _operators.define(
+        f"norm.{_name}(Tensor x, Tensor? residual, Tensor? weight, float eps, "
+        "ScalarType out_dtype) -> Tensor[]"
+    )
 for _name in ("forward", "backward"):
     _operators.impl(_name, getattr(triton_rms_norm, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"triton_rmsnorm_gpt::{_name}", lambda *_: None, lib=_operators)
@@ -233,6 +238,8 @@ def _recording(name: str) -> Callable:
     def rule(mode, operator, types, args, kwargs):
         if torch.compiler.is_exporting():  # a program for other machines keeps the operator
             return mode.__torch_dispatch__(operator, types, args, kwargs)
+        if not all(issubclass(t, (FakeTensor, FunctionalTensor)) or t is Tensor for t in types):
+            return NotImplemented  # a subclass takes itself apart first
         with mode:
             return run(*args, **kwargs, launch=launcher.record)
 
@@ -246,12 +253,14 @@ if not interpreter.INTERPRETED:
         )
 
 
-@torch.library.impl(_operators, f"norm.{_traced}", "CompositeImplicitAutograd")
-def _(x, residual, weight, eps, out_dtype):
+def _of_operators(x, residual, weight, eps, out_dtype) -> list[Tensor]:
     passes = torch.ops.triton_rmsnorm_gpt
     return list(_differentiable(x, residual, weight, eps, out_dtype, passes))
 
 
+for _name in (_exported, _traced):
+    _operators.impl(f"norm.{_name}", _of_operators, "CompositeImplicitAutograd")
+_exported_norm = getattr(torch.ops.triton_rmsnorm_gpt.norm, _exported)
 _traced_norm = getattr(torch.ops.triton_rmsnorm_gpt.norm, _traced)
 
 norm = Norm("triton", rms_norm, add_rms_norm, add_is_exact=True)

@@ -68,9 +68,10 @@ def launch(
 
 
 def record(kernel, device, grid, tensors, integers, constants, options) -> None:
-    """`launch` while torch.compile traces, which takes the kernel into the code that it makes.
+    """`launch` while torch.compile traces: the code that it makes will launch the kernel.
 
-    There it can do no dependent launch, nor see what a kernel with inline assembly writes to.
+    A recorded kernel holds no inline assembly, and so no dependent launch: PyTorch would not see
+    what it writes to, and copy all that it is given.
     """
     torch.library.wrap_triton(kernel)[grid](*tensors, *integers, **constants, **options)
 

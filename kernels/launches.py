@@ -5,6 +5,7 @@ it sits in. What `python -m kernels.tune` found on the user's own GPU comes firs
 measured for this project (one file an architecture, in tuned/), then a heuristic.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -154,13 +155,17 @@ def reduce_launch(n: int, partials: int) -> Launch:
 
 def tuned_file() -> Path:
     """Where `python -m kernels.tune` keeps what it found: a file in the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "triton-rmsnorm-gpt" / "launches.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "triton-rmsnorm-gpt", "launches.json")
 
 
-def files() -> list[Path]:
-    """The files that launches are read from, as far as they exist."""
-    return [file for file in (*sorted(MEASURED.glob("*.json")), tuned_file()) if file.exists()]
+def contents() -> bytes:
+    """Of the files that launches are read from; of one that cannot be read, nothing."""
+    found = b""
+    for file in (*sorted(MEASURED.glob("*.json")), tuned_file()):
+        with contextlib.suppress(OSError):
+            found += file.read_bytes()
+    return found
 
 
 def tuned_for(device: torch.device) -> str:
@@ -203,11 +208,12 @@ def known_launches(device: torch.device) -> dict[str, Launch]:
     if measured.exists():
         for launches in read_launches(measured).values():
             found |= launches
-    if tuned_file().exists():
-        try:
-            found |= read_launches(tuned_file()).get(tuned_for(device), {})
-        except (OSError, ValueError) as error:
-            log.warning("Tuned launches are not used: %s. Tune again, or delete the file.", error)
+    try:
+        found |= read_launches(tuned_file()).get(tuned_for(device), {})
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        log.warning("Tuned launches are not used: %s. Tune again, or delete the file.", error)
     return found
 
 

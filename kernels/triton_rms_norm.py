@@ -29,7 +29,7 @@ from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
 
-# One compiled kernel serves every batch size and every stride.
+# One compiled kernel serves every batch size and every stride (Inductor compiles it as it likes).
 _INTEGERS = ["n_rows", "size1", "size2", "stride0", "stride1", "stride2"]
 
 
@@ -104,12 +104,12 @@ def forward(x, residual, weight, eps, y, h, rstd, launch=launch) -> None:
     y, h and rstd are contiguous; h is there if residual is, and has its dtype.
     """
     rows = x.numel() // x.shape[-1]
-    if rows == 0:
+    if isinstance(rows, int) and rows == 0:  # while it is traced it may be a symbol
         return
     x, layout = _rows_in_place(x)
     residual, weight = _contiguous(residual), _contiguous(weight)
     compute = compute_dtype(x, residual, weight)
-    n = int(x.shape[-1])  # a constant of the kernel, also while it is a symbol
+    n = int(x.shape[-1])  # a constant of the kernel, never a symbol
     h_dtype = x.dtype if h is None else h.dtype
     if weight is not None and weight.element_size() < h_dtype.itemsize:
         # Triton would lay x out as it loads a narrower weight, but only where no residual is
@@ -216,7 +216,7 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw, launch=launch) -> None:
     and writes it as one row of `partial`; then `_rms_norm_reduce_kernel` adds those rows.
     """
     rows = h.numel() // h.shape[-1]
-    if rows == 0:
+    if isinstance(rows, int) and rows == 0:
         if dw is not None:
             dw.zero_()
         return

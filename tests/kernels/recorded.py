@@ -1,7 +1,7 @@
 """What torch.compile records for a GPU, tried without one: `python -m tests.kernels.recorded`.
 
-Kernels are recorded as they would be for an H200 (so TRITON_INTERPRET must be 0), then run by
-Triton's interpreter, and compared with the same kernels called one by one.
+Kernels are recorded as they would be for one multiprocessor of an H200 (so TRITON_INTERPRET must be
+0), then run by Triton's interpreter, and compared with the same kernels called one by one.
 """
 
 import importlib.util
@@ -14,15 +14,24 @@ import torch
 import triton
 from torch._C import DispatchKey
 from torch._higher_order_ops import triton_kernel_wrap as recorded
+from torch.testing._internal.two_tensor import TwoTensor
 from triton.backends.compiler import GPUTarget
 
-from kernels import add_rms_norm, functional, interpreter, launches, rms_norm, triton_rms_norm
+from kernels import (
+    add_rms_norm,
+    functional,
+    interpreter,
+    launcher,
+    launches,
+    rms_norm,
+    triton_rms_norm,
+)
 
 H200 = SimpleNamespace(
     name="NVIDIA H200",
     major=9,
     minor=0,
-    multi_processor_count=132,
+    multi_processor_count=1,  # so that few rows are more than one wave of programs
     shared_memory_per_block_optin=232448,
 )
 WRITTEN = {  # of each kernel's arguments; whatever else it were taken to write would be copied
@@ -32,7 +41,7 @@ WRITTEN = {  # of each kernel's arguments; whatever else it were taken to write 
     "_rms_norm_reduce_kernel": {"dw_ptr"},
 }
 BF16 = torch.bfloat16
-launched = []
+launched, called = [], []  # names and warps of kernels, in compiled code and without
 
 
 @contextmanager
@@ -51,6 +60,13 @@ def interpreted_kernels():
     The interpreter knows no dependent launch, and neither may what is recorded.
     """
     interpreter.INTERPRETED, os.environ["TRITON_INTERPRET"] = True, "1"
+    launch = launcher.launch
+
+    def noted(kernel, *arguments) -> None:
+        called.append((kernel.fn.__name__, arguments[-1]["num_warps"]))
+        launch(kernel, *arguments)
+
+    launcher.launch = noted
     spec = importlib.util.spec_from_file_location("interpreted", triton_rms_norm.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -63,10 +79,9 @@ def interpret_what_is_launched(kernels) -> None:
     table = recorded.kernel_side_table
 
     def run(*, kernel_idx, constant_args_idx, grid, kwargs, **_):
-        name = table.get_kernel(kernel_idx).fn.__name__
-        constants = table.get_constant_args(constant_args_idx)
-        launched.append(name)
-        getattr(kernels, name)[grid[0]](**kwargs, **constants)
+        kernel, constants = table.get_kernel(kernel_idx), table.get_constant_args(constant_args_idx)
+        launched.append((kernel.fn.__name__, kernel.configs[0].num_warps))
+        getattr(kernels, kernel.fn.__name__)[grid[0]](**kwargs, **constants)
 
     functional_form = recorded.triton_kernel_wrapper_functional
     clone_and_run = functional_form.py_kernels[DispatchKey.CompositeExplicitAutograd]
@@ -91,6 +106,10 @@ def block(x, residual, weight):
     return rms_norm(torch.nn.functional.gelu(y)), h
 
 
+def masked(x, weight):
+    return rms_norm(x[x[:, 0] > 0], weight).sum(0)
+
+
 def compare(name: str, call, compiled, inputs: list) -> None:
     """Outputs and gradients, bit for bit."""
     leaves = [tensor for tensor in inputs if tensor is not None]
@@ -105,6 +124,8 @@ def compare(name: str, call, compiled, inputs: list) -> None:
         assert got.dtype == expected.dtype, name
         assert torch.equal(got, expected), name
     print(name, *launched)
+    assert set(called) <= set(launched), called
+    called.clear()
     launched.clear()
 
 
@@ -120,18 +141,24 @@ def main() -> None:
         "no weight": (rms_norm, [random(6, 96, dtype=torch.float16), None]),
         "strided": (lambda qkv, w: rms_norm(qkv[:, :, 1], w), [qkv, random(64)]),
         "add": (add_rms_norm, [random(6, 96, dtype=BF16), random(6, 96), random(96)]),
-        "wide": (add_rms_norm, [random(3, 9000, dtype=BF16), random(3, 9000), random(9000)]),
+        "no row": (add_rms_norm, [random(0, 96, dtype=BF16), random(0, 96), random(96)]),
+        "many rows": (rms_norm, [random(300, 96, dtype=BF16), random(96)]),
+        "a number of rows that only data tell": (masked, [random(6, 96), random(96)]),
     }
     with a_gpu_to_record_for():
         for name, (call, inputs) in cases.items():
             torch.compiler.reset()
             compare(name, call, torch.compile(call, fullgraph=True, backend="aot_eager"), inputs)
-        torch.compiler.reset()
-        compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
-        for rows in (6, 40, 2):
-            inputs = [random(rows, 96, dtype=BF16), random(rows, 96), random(96)]
-            with torch._dynamo.config.patch(error_on_recompile=rows != 6):
-                compare(f"{rows} rows", block, compiled, inputs)
+        both = TwoTensor(torch.randn(6, 96), torch.randn(6, 96))
+        got = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")(both)
+        assert torch.equal(got.a, rms_norm(both.a)), "a tensor of another class"
+        for n in (96, 9000):
+            torch.compiler.reset()
+            compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+            for rows in (3, 300 if n == 96 else 5, 2):
+                inputs = [random(rows, n, dtype=BF16), random(rows, n), random(n)]
+                with torch._dynamo.config.patch(error_on_recompile=rows != 3):
+                    compare(f"{rows} rows of {n}", block, compiled, inputs)
 
 
 if __name__ == "__main__":

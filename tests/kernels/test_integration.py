@@ -65,7 +65,7 @@ def test_compiled_code_launches_the_kernels_by_itself(device):
     _, codes = run_fw_bw_and_get_code(call)
     for kernel in ("forward", "backward", "reduce"):
         assert f"_rms_norm_{kernel}_kernel" in "".join(codes)
-    assert "triton_rmsnorm_gpt" not in "".join(codes)
+    assert "torch.ops.triton_rmsnorm_gpt" not in "".join(codes)
 
 
 def test_what_is_recorded_for_a_gpu_gives_the_same_bits():
@@ -83,6 +83,25 @@ def test_is_an_operator_where_operators_are_recorded(device):
     ]
     for function in recorded:
         assert torch.equal(function(other), rms_norm(other) + 1)
+
+
+def test_an_exported_program_loads_where_other_launches_are_known(device, tmp_path):
+    class Norm(torch.nn.Module):
+        def forward(self, x):
+            return rms_norm(x) + 1
+
+    x, file = torch.randn(5, 96, device=device), tmp_path / "norm.pt2"
+    torch.export.save(torch.export.export(Norm(), (x,)), file)
+    launches = tmp_path / "triton-rmsnorm-gpt" / "launches.json"
+    launches.parent.mkdir()
+    launches.write_text("{}")
+    load = f"""
+import torch, kernels
+x = torch.ones(5, 96, device="{device}")
+assert torch.equal(torch.export.load("{file}").module()(x), kernels.rms_norm(x) + 1)
+"""
+    done = python("-c", load, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_shapes_are_known_without_data(device):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from dataclasses import asdict
 
 import pytest
@@ -11,6 +12,7 @@ from kernels import launcher, launches, triton_rms_norm
 from kernels.launches import Launch
 from kernels.tune import save
 from tests.kernels.oracle import assert_within, oracle
+from tests.running import python
 
 EPS = 1e-6
 BITS = {"16-bit": torch.bfloat16, "32-bit": torch.float32}
@@ -61,6 +63,14 @@ def tuned(tmp_path, monkeypatch, device):
     launches.known_launches.cache_clear()
     yield file
     launches.known_launches.cache_clear()
+
+
+def test_a_folder_in_its_place_is_named_and_left_out(tuned, device, caplog):
+    tuned.mkdir(parents=True)
+    assert launches.known_launches(device) is not None
+    assert str(tuned) in caplog.text
+    done = python("-c", "import kernels", XDG_CACHE_HOME=os.environ["XDG_CACHE_HOME"])
+    assert done.returncode == 0, done.stderr
 
 
 MINE = {"forward 77 16-bit 16-bit": Launch(4, 128, 2)}
