@@ -8,8 +8,9 @@ y = x_hat * w (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467, secti
 With a residual stream, h = x + residual is normalised and dh, the gradient that arrives through
 the stream, is added to dx; the sum is the gradient of x and of residual.
 
-Each kernel stands beside the function that launches it, by `launcher.launch` or, while torch.compile
-traces, by `launcher.record`; `kernels.functional` makes them a differentiable PyTorch operator.
+Each kernel stands beside the function that launches it, by `launcher.launch` or, while
+torch.compile traces, by `launcher.record`; `kernels.functional` makes them a differentiable PyTorch
+operator.
 """
 
 import contextlib
