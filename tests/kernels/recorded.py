@@ -1,11 +1,14 @@
-"""What torch.compile records for a GPU, tried without one: `python -m tests.kernels.recorded`.
+"""What torch.compile records for a GPU, tried without one:
 
-Kernels are recorded as they would be for one multiprocessor of an H200 (so TRITON_INTERPRET must be
-0), then run by Triton's interpreter, and compared with the same kernels called one by one.
+TRITON_INTERPRET=0 python -m tests.kernels.recorded
+
+Kernels are recorded as they would be for one multiprocessor of an H200, then run by Triton's
+interpreter, and compared with the same kernels called one by one.
 """
 
 import importlib.util
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -130,6 +133,8 @@ def compare(name: str, call, compiled, inputs: list) -> None:
 
 
 def main() -> None:
+    if interpreter.INTERPRETED:
+        sys.exit("Interpreted kernels cannot be recorded: set TRITON_INTERPRET=0.")
     interpreted = interpreted_kernels()
     interpret_what_is_launched(interpreted)
     functional.triton_rms_norm = interpreted  # for calls that are not compiled
