@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -143,6 +143,17 @@ def tiles_that_fit(tile_bytes: int, programs_per_sm: int, shared_memory: int) ->
     """Tiles of prefetch for which a multiprocessor's programs have shared memory."""
     reserved = 2048  # what the driver and the reductions need beside the tiles
     return max(0, (shared_memory // programs_per_sm - reserved) // tile_bytes)
+
+
+def thinned(launch: Launch, rows: int, n: int, multiprocessors: int) -> Launch:
+    """The launch with one row a program, where so few rows would leave multiprocessors without one.
+
+    Only where that does not change how a row is laid out over threads, and so the order of its sum:
+    where they lie along one row anyway, each with 16 bytes of its features.
+    """
+    filled = rows >= launch.rows * multiprocessors
+    along = n % 16 == 0 and launch.columns >= 256 * launch.warps
+    return launch if filled or not along or INTERPRETED else replace(launch, rows=1)
 
 
 @functools.cache

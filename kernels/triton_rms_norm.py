@@ -26,7 +26,7 @@ from triton.language.standard import _sum_combine
 from kernels import interpreter
 from kernels.arguments import compute_dtype
 from kernels.launcher import launch, record
-from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
+from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch, thinned
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
 
@@ -117,6 +117,8 @@ def forward(x, residual, weight, eps, y, h, rstd, launch=launch) -> None:
         # added: the two forms would sum in different orders. Widening is exact.
         weight = weight.to(h_dtype)
     tile = forward_launch(x.device, n, h_dtype, y.dtype, compute)
+    if launch is not record:
+        tile = thinned(tile, rows, n, gpu(x.device).multiprocessors)
     device = x.get_device()
     with _on(device):
         launch(
@@ -226,6 +228,8 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw, launch=launch) -> None:
     n = int(h.shape[-1])
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
+    if launch is not record:
+        tile = thinned(tile, rows, n, properties.multiprocessors)
     blocks = _blocks(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)
     tiles = _blocks(rows, tile.rows)
