@@ -1,8 +1,9 @@
 """How the kernels are launched: tile, warps, programs and prefetch, by row length and dtypes.
 
-A launch never depends on the number of rows, so a row's result does not depend on the batch that
-it sits in. What `python -m kernels.tune` found on the user's own GPU comes first, then the tables
-measured for this project (one file an architecture, in tuned/), then a heuristic.
+A launch depends on the number of rows only where few rows are spread over more programs and laid
+out the same (`thinned`): so a row's result does not depend on the batch that it sits in. What
+`python -m kernels.tune` found on the user's own GPU comes first, then the tables measured for this
+project (one file an architecture, in tuned/), then a heuristic.
 """
 
 import contextlib

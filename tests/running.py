@@ -5,9 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
+import pytest
+import triton
 from lightning import Trainer
+from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
+# For what is interpreted on a machine with a GPU, too. Without one, nothing works there.
+needs_interpreter = pytest.mark.skipif(
+    Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4"),
+    reason="Triton 3.6's interpreter fails with NumPy 2.4 or newer",
+)
 
 
 def quiet_trainer(**options) -> Trainer:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from tests.running import python
+from tests.running import needs_interpreter, python
 from tests.test_train import config, interrupt, losses, run  # noqa: F401
 
 DDP = ["--trainer.devices", "2", "--trainer.strategy", "ddp"]
@@ -57,6 +57,7 @@ def test_two_processes_train_as_one_and_the_first_alone_writes(run, processes, t
     assert summary["tokens_per_step"] == 4 * 16
 
 
+@needs_interpreter
 def test_a_run_goes_from_one_device_to_two_that_share_it_and_back(run, processes, tmp_path):
     """FSDP2 under torchrun: weights, optimizer and data go on where they were."""
     assert run(*WHOLE) == 0

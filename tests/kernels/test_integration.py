@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import add_rms_norm, load_norm, rms_norm
-from tests.running import ROOT, python
+from tests.running import ROOT, needs_interpreter, python
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 NORMS = ["eager", "compiled", "triton"]
@@ -68,6 +68,7 @@ def test_compiled_code_launches_the_kernels_by_itself(device):
     assert "torch.ops.triton_rmsnorm_gpt" not in "".join(codes)
 
 
+@needs_interpreter
 def test_what_is_recorded_for_a_gpu_gives_the_same_bits():
     """On any machine: what is recorded is run by the interpreter."""
     done = python("-m", "tests.kernels.recorded", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
