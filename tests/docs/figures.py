@@ -1,0 +1,182 @@
+"""The tables of README.md and docs/kernel.md, from results/ and kernels/tuned/.
+
+python -m tests.docs.figures    # rewrites them
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.docs.blocks import ROOT
+
+RESULTS, TUNED = ROOT / "results", ROOT / "kernels/tuned"
+H200 = RESULTS / "h200"
+NORMS = ("eager", "compiled", "triton")
+INTERVAL = "{median:.3f} [{low:.3f}, {high:.3f}]"
+Rows = list[list[str]]
+
+
+def read(folder: str) -> dict:
+    return json.loads((RESULTS / folder / "results.json").read_text())
+
+
+def kernels(group: str, direction: str, shape: str) -> dict[str, dict]:
+    """What was measured of each implementation at a shape such as "32768 x 768"."""
+    rows, n = map(int, shape.split(" x "))
+    wanted = group, direction, rows, n
+    return {
+        row["impl"]: row
+        for row in json.loads((H200 / "kernels.json").read_text())["rows"]
+        if (row["group"], row["pass"], row["rows"], row["n"]) == wanted
+    }
+
+
+def runs(shown: Rows) -> Rows:
+    rows = []
+    for norm, *_ in shown:
+        run = json.loads((H200 / "train" / norm / "summary.json").read_text())
+        ms = run["step_ms"]
+        rows.append(
+            [
+                norm,
+                f"{ms['p50']:.1f} ({ms['p10']:.1f} to {ms['p90']:.1f})",
+                f"{run['first_step_ms'] / 1000:.1f}",
+                f"{run['tokens_per_s']:,.0f}",
+                f"{run['mfu']:.1%}",
+                f"{run['peak_allocated_gib']:.2f} / {run['peak_reserved_gib']:.2f}",
+                f"{run['train_loss']:.3f}",
+                f"{run['val_loss']:.3f}",
+            ]
+        )
+    return rows
+
+
+def backward_passes(shown: Rows) -> Rows:
+    rows = []
+    for shape, *_ in shown:
+        found = kernels("design", "backward", shape)
+        us = [found[name]["us"]["p50"] for name in ("triton", "compiled", "quack", "liger", "aten")]
+        rows.append([shape, *(f"{t:.1f}" for t in (*us, found["triton"]["ceiling_us"]))])
+    return rows
+
+
+def comparisons(_: Rows) -> Rows:
+    rows = []
+    for model, stream in itertools.product(("eager", "compiled"), ("bfloat16", "float32")):
+        result = read(f"h200/compare-{stream}-{model}")
+        for norm in NORMS:
+            variant = result["speed"]["variants"][norm]
+            rows.append(
+                [
+                    f"{model}, {stream}" if norm == "eager" else "",
+                    norm,
+                    f"{variant['step_ms']['p50']:.1f}",
+                    INTERVAL.format(**variant["speedup"]) if norm != "eager" else "",
+                    f"{result['profile'][norm]['norm_share']:.1%}",
+                    f"{result['memory'][norm]['peak_allocated_gib']:.2f}",
+                ]
+            )
+    return rows
+
+
+def small_batches(shown: Rows) -> Rows:
+    rows = []
+    for scope, *_ in shown:
+        variants = read(f"h200-batch4/{scope}")["speed"]["variants"]
+        rows.append(
+            [
+                scope,
+                *(f"{variants[norm]['step_ms']['p50']:.2f}" for norm in NORMS),
+                INTERVAL.format(**variants["triton"]["vs"]["compiled"]),
+                f"{variants['triton']['busy']:.0%}",
+            ]
+        )
+    return rows
+
+
+def two_gpus(_: Rows) -> Rows:
+    rows = []
+    for scope, norm in itertools.product(("eager", "compiled"), NORMS):
+        scaling = read(f"h200-x2/scaling-{scope}")["scaling"]
+        both = [scaling[strategy]["variants"][norm] for strategy in ("ddp-2", "fsdp-2")]
+        cells = [
+            (f"{found['tokens_per_s']:,.0f}", f"{found['efficiency']['median']:.1%}")
+            for found in both
+        ]
+        rows.append([scope if norm == "eager" else "", norm, *itertools.chain(*cells)])
+    return rows
+
+
+def passes(shown: Rows) -> Rows:
+    rows = []
+    for shape, name, *_ in shown:
+        group = "add" if name.startswith("add") else "design"
+        found = kernels(group, name.removeprefix("add "), shape)["triton"]
+        elements = found["rows"] * found["n"]
+        rows.append(
+            [
+                shape,
+                name,
+                f"{found['bytes'] / elements:g}",
+                f"{found['us']['p50']:.1f}",
+                f"{found['gb_s'] / 1000:.2f}",
+                f"{found['fraction']:.2f}",
+            ]
+        )
+    return rows
+
+
+def launches(shown: Rows) -> Rows:
+    [found] = json.loads((TUNED / "sm_90.json").read_text()).values()
+    keys = {
+        "forward": ["rows", "warps"],
+        "backward": ["rows", "warps", "programs_per_sm", "stages"],
+    }
+    return [
+        [
+            n,
+            *(
+                ", ".join(str(found[f"{direction} {n} 16-bit 16-bit"][key]) for key in names)
+                for direction, names in keys.items()
+            ),
+        ]
+        for n, *_ in shown
+    ]
+
+
+README, KERNEL = ROOT / "README.md", ROOT / "docs/kernel.md"
+TABLES: dict[tuple[Path, str], Callable[[Rows], Rows]] = {  # by page and how the header begins
+    (README, "run | ms a step"): runs,
+    (README, "rows x N"): backward_passes,
+    (README, "model, stream"): comparisons,
+    (README, "model of 4 x 1024"): small_batches,
+    (README, "model on two GPUs"): two_gpus,
+    (KERNEL, "rows x N"): passes,
+    (KERNEL, "N, all bfloat16"): launches,
+}
+
+
+def lines_of(page: Path, header: str) -> list[str]:
+    """The table's lines below its header and rule."""
+    text = page.read_text()
+    return text[text.index(f"| {header}") :].split("\n\n")[0].splitlines()[2:]
+
+
+def cells(lines: list[str]) -> Rows:
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+
+
+def main() -> None:
+    for (page, header), make in TABLES.items():
+        old = lines_of(page, header)
+        indent = " " * (len(old[0]) - len(old[0].lstrip()))
+        new = [
+            indent + "|" + "".join(f" {cell} |" if cell else " |" for cell in row)
+            for row in make(cells(old))
+        ]
+        page.write_text(page.read_text().replace("\n".join(old), "\n".join(new)))
+
+
+if __name__ == "__main__":
+    main()
