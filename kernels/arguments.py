@@ -1,6 +1,6 @@
 """What the norms accept: one check that every implementation makes before it computes."""
 
-import math
+import sys
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def check_arguments(
                 f"weight must have the shape ({x.shape[-1]},) of x's last dimension, "
                 f"but its shape is {_shape(weight)}"
             )
-    if not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+    if not isinstance(eps, float | int) or not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"eps must be a finite number, zero or larger, but it is {eps!r}")
     if out_dtype is not None and out_dtype not in DTYPES:
         raise ValueError(f"out_dtype must be one of {_names(DTYPES)}, but it is {out_dtype!r}")

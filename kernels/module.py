@@ -33,8 +33,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The norm y of x (..., dim); with a residual, (norm of x + residual, x + residual)."""
         out_dtype = self.weight.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            out_dtype = torch.get_autocast_dtype(x.device.type)
+        device = self.weight.device.type
+        if torch.is_autocast_enabled(device):
+            out_dtype = torch.get_autocast_dtype(device)
         if residual is None:
             return self.norm.rms_norm(x, self.weight, self.eps, out_dtype=out_dtype)
         return self.norm.add_rms_norm(x, residual, self.weight, self.eps, out_dtype=out_dtype)

@@ -97,3 +97,8 @@ def test_module_output_has_the_autocast_dtype_and_the_stream_keeps_its_own(name,
 def test_module_refuses_an_empty_dimension():
     with pytest.raises(ValueError, match="dim must be a whole number of at least 1, but it is 0"):
         RMSNorm(0)
+
+
+def test_module_refuses_what_is_no_tensor():
+    with pytest.raises(ValueError, match="x must be a tensor, but it is a NoneType"):
+        RMSNorm(8)(None)

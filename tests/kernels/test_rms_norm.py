@@ -427,6 +427,7 @@ def test_threads_may_call_it_at_the_same_time(device):
         ({"eps": -1e-6}, "eps must be a finite number, zero or larger, but it is -1e-06"),
         ({"eps": float("nan")}, "eps must be .* but it is nan"),
         ({"eps": float("inf")}, "eps must be .* but it is inf"),
+        ({"eps": 10**400}, "eps must be a finite number"),
         ({"eps": "a"}, "eps must be .* but it is 'a'"),
         ({"x": [1.0, 2.0]}, "x must be a tensor, but it is a list"),
         (
