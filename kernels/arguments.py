@@ -1,11 +1,10 @@
 """What the norms accept: one check that every implementation makes before it computes."""
 
-import sys
-
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LARGEST_EPS = torch.finfo(torch.float32).max  # a larger one would be infinite where it is added
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -43,10 +42,17 @@ def check_arguments(
                 f"weight must have the shape ({x.shape[-1]},) of x's last dimension, "
                 f"but its shape is {_shape(weight)}"
             )
-    if not isinstance(eps, float | int) or not 0 <= eps <= sys.float_info.max:
-        raise ValueError(f"eps must be a finite number, zero or larger, but it is {eps!r}")
+    check_eps(eps)
     if out_dtype is not None and out_dtype not in DTYPES:
         raise ValueError(f"out_dtype must be one of {_names(DTYPES)}, but it is {out_dtype!r}")
+
+
+def check_eps(eps: float) -> None:
+    """Raise ValueError if eps is no Python number from 0 to the largest of float32."""
+    if not isinstance(eps, float | int) or not 0 <= eps <= LARGEST_EPS:
+        raise ValueError(
+            f"eps must be a Python number from 0 to {LARGEST_EPS:.3g}, but it is {eps!r}"
+        )
 
 
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from kernels.arguments import check_eps
 from kernels.registry import load_norm
 
 
@@ -18,13 +19,14 @@ class RMSNorm(nn.Module):
     linear layer that follows can take it as it is.
 
     Raises:
-        ValueError: for an unknown norm, one whose package is missing, or dim < 1.
+        ValueError: for an unknown norm, one whose package is missing, dim < 1, or a wrong eps.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6, norm: str = "triton") -> None:
         super().__init__()
-        if not isinstance(dim, int) or dim < 1:
+        if not isinstance(dim, int) or isinstance(dim, bool) or dim < 1:
             raise ValueError(f"dim must be a whole number of at least 1, but it is {dim!r}")
+        check_eps(eps)
         self.dim = dim
         self.eps = eps
         self.norm = load_norm(norm)
@@ -34,7 +36,7 @@ class RMSNorm(nn.Module):
         """The norm y of x (..., dim); with a residual, (norm of x + residual, x + residual)."""
         out_dtype = self.weight.dtype
         device = self.weight.device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             out_dtype = torch.get_autocast_dtype(device)
         if residual is None:
             return self.norm.rms_norm(x, self.weight, self.eps, out_dtype=out_dtype)

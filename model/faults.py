@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from model.callbacks import is_log_step
 from model.errors import TrainingError
@@ -13,12 +14,20 @@ from model.lit import LitGPT
 BYTES_PER_PARAMETER = 4 * 4  # weight, gradient and AdamW's two moments, all in float32
 
 
+ADVICE = (
+    "A lower model.lr, a longer model.warmup_steps or another trainer.precision may help: settings "
+    "can change when a run is resumed. If a checkpoint fails again, its weights had grown too far "
+    "already: then start anew."
+)
+
+
 class FiniteCheck(Callback):
     """Stops at the first step whose loss or gradient is not finite; says which tensor was first.
 
     It looks only when a GPU is waited for anyway: before a row is logged, which the Recorder after
     this one does, and before a validation. That is soon enough, as LitGPT changes no weight from
-    that step on.
+    that step on. No checkpoint is saved of weights that are not finite, nor after a validation
+    whose loss is not.
     """
 
     def __init__(self) -> None:
@@ -45,6 +54,23 @@ class FiniteCheck(Callback):
         if not trainer.sanity_checking:
             self._look(trainer, pl_module)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None and not loss.isfinite() and not trainer.sanity_checking:
+            raise TrainingError(
+                f"The validation after step {trainer.global_step} has a loss of {loss.item():.4g}.",
+                f"Checkpoints saved before are kept. {ADVICE}",
+            )
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
+        bad = weights_not_finite(pl_module)
+        if trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
+            raise TrainingError(
+                f"After step {trainer.global_step} not all weights are finite"
+                + (f", {bad[0]} for one." if bad else "."),
+                f"Checkpoints saved before are kept. {ADVICE}",
+            )
+
     def _look(self, trainer: Trainer, model: LitGPT) -> None:
         if not self._grad_norms:
             return
@@ -64,9 +90,8 @@ class FiniteCheck(Callback):
                 f"Step {step} has a loss of {loss:.4g} and a gradient of norm "
                 f"{grad_norms[first].item():.4g}.",
                 self._diagnosis(trainer, model, batches),
-                "No weight was changed by that step or after it. Checkpoints saved before are "
-                "good. A lower model.lr, a longer model.warmup_steps or another trainer.precision "
-                "may help: settings can change when a run is resumed.",
+                "No weight was changed by that step or after it, and checkpoints saved before are "
+                f"finite. {ADVICE}",
             )
         self._losses, self._grad_norms = [], []
 
@@ -78,6 +103,14 @@ class FiniteCheck(Callback):
             if name is not None:
                 return f"The first tensor in it that is not finite: {name}."
         return "Done again, that step has no tensor that is not finite."
+
+
+def weights_not_finite(model: LitGPT) -> list[str]:
+    """Names of the weights, or of this device's parts of them, that hold something not finite."""
+    weights = dict(model.gpt.named_parameters())
+    parts = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
+    finite = torch.stack([part.isfinite().all() for part in parts]).tolist()
+    return [name for name, good in zip(weights, finite, strict=True) if not good]
 
 
 def has_scaler(trainer: Trainer) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import RMSNorm, load_norm
+from kernels.arguments import LARGEST_EPS
 from model.recompute import recompute_problems, recomputed
 
 STREAM_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -92,8 +93,8 @@ def config_problems(
                 f"n_embd / n_head is {n_embd} / {n_head} = {n_embd // n_head}: rotary positions "
                 f"turn pairs of features, so the head dimension has to be even."
             )
-    if norm_eps < 0:
-        problems.append(f"norm_eps is {norm_eps}; it has to be at least 0.")
+    if not 0 <= norm_eps <= LARGEST_EPS:
+        problems.append(f"norm_eps is {norm_eps}; it has to be from 0 to {LARGEST_EPS:.3g}.")
     if stream_dtype not in STREAM_DTYPES:
         problems.append(
             f"stream_dtype is {stream_dtype!r}; it has to be {' or '.join(STREAM_DTYPES)}."

@@ -18,6 +18,7 @@ from model.gpt import GPT, GPTConfig
 
 CompileMode = Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 COMPILE = (False, True, *get_args(CompileMode))
+LARGEST_LR = 1e30  # AdamW divides it by 1 - beta1, and what comes of that has to be a float32
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 GATHERED = 20_000_000  # parameters: every unit costs the host milliseconds a step, small or large
 
@@ -257,12 +258,12 @@ def training_problems(
 ) -> list[str]:
     """One sentence for everything that is wrong with these values of LitGPT."""
     rules = [
-        ("lr", lr, lr > 0, "above 0"),
+        ("lr", lr, 0 < lr <= LARGEST_LR, f"above 0 and at most {LARGEST_LR:g}"),
         ("min_lr_ratio", min_lr_ratio, 0 <= min_lr_ratio <= 1, "from 0 to 1"),
         ("warmup_steps", warmup_steps, warmup_steps >= 0, "at least 0"),
-        ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+        ("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "at least 0"),
         ("betas", betas, all(0 <= beta < 1 for beta in betas), "each at least 0 and below 1"),
-        ("grad_clip", grad_clip, grad_clip >= 0, "at least 0"),
+        ("grad_clip", grad_clip, 0 <= grad_clip < math.inf, "at least 0"),
         ("compile", compile, compile in COMPILE, "one of " + ", ".join(map(str, COMPILE))),
     ]
     problems = [

@@ -88,6 +88,37 @@ def interrupt(step: int, times: int = 1, number: int = signal.SIGINT) -> list[st
     return ["--trainer.callbacks", json.dumps([callback])]
 
 
+class SpoilWeight(Callback):
+    """Makes a weight infinite, or so large that every loss is, in the step before a validation."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 8:
+            with torch.no_grad():
+                pl_module.gpt.blocks[0].mlp.up.weight.fill_(float(self.value))
+
+
+@pytest.mark.parametrize(
+    ("value", "validate", "says"),
+    [
+        ("3e38", True, "The validation after step 8 has a loss of nan"),
+        ("inf", False, "After step 8 not all weights are finite, blocks.0.mlp.up.weight for"),
+    ],
+)
+def test_no_checkpoint_is_saved_of_weights_gone_bad(run, tmp_path, capsys, value, validate, says):
+    callbacks = [{"class_path": f"{__name__}.SpoilWeight", "init_args": {"value": value}}]
+    if not validate:  # a signal saves before it validates
+        callbacks += json.loads(interrupt(8)[1])
+    assert run("--trainer.callbacks", json.dumps(callbacks)) == 1
+    assert says in capsys.readouterr().err
+    for name in ("last", "best"):
+        saved = torch.load(tmp_path / "small-eager" / f"{name}.ckpt", weights_only=True)
+        assert saved["global_step"] == 4
+        assert all(tensor.isfinite().all() for tensor in saved["state_dict"].values())
+
+
 def test_a_run_leaves_everything_that_is_promised(run, tmp_path, capsys):
     assert run() == 0
     folder = tmp_path / "small-eager"

@@ -94,11 +94,20 @@ def test_module_output_has_the_autocast_dtype_and_the_stream_keeps_its_own(name,
     assert module(branch).dtype == torch.float32
 
 
-def test_module_refuses_an_empty_dimension():
-    with pytest.raises(ValueError, match="dim must be a whole number of at least 1, but it is 0"):
-        RMSNorm(0)
+@pytest.mark.parametrize("dim", [0, 2.0, True])
+def test_module_refuses_what_is_no_dimension(dim):
+    with pytest.raises(ValueError, match=f"dim must be .* of at least 1, but it is {dim}"):
+        RMSNorm(dim)
 
 
-def test_module_refuses_what_is_no_tensor():
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), 1e39, None])
+def test_module_refuses_what_is_no_eps(eps):
+    with pytest.raises(ValueError, match="eps must be a Python number"):
+        RMSNorm(8, eps)
+
+
+def test_module_refuses_what_is_no_tensor_with_data():
     with pytest.raises(ValueError, match="x must be a tensor, but it is a NoneType"):
         RMSNorm(8)(None)
+    with pytest.raises(ValueError, match="x must be a tensor with data"):
+        RMSNorm(8).to("meta")(torch.ones(2, 8, device="meta"))
