@@ -59,9 +59,9 @@ def run(argv: list[str]) -> int:
     Raises:
         UserError: if it is wrong.
     """
-    if argv and argv[0] == "report":
+    if argv and argv[0] == "report" and argv[1:] != ["--help"]:
         return rebuild(argv[1:])
-    request = parse(argv)
+    request = parse(argv[1:] if argv[:1] == ["report"] else argv)
     with live("trying the norms") as progress:
         config = request.settings.config
         try:
@@ -113,11 +113,14 @@ def rebuild(arguments: list[str]) -> int:
     `report RUN RUN ...`: runs of train.py side by side, in a table and in a picture beside them.
     """
     folders = [Path(argument) for argument in arguments]
-    if folders and all((folder / SUMMARY).is_file() for folder in folders):
+    unfinished = [folder for folder in folders if not (folder / SUMMARY).is_file()]
+    if folders and not unfinished:
         return overview.main([*arguments, "--out", str(folders[0].parent / "overview.png")])
     if len(folders) != 1:
         raise UserError(
-            "report takes one folder of results, or the folders of finished runs of train.py."
+            "report takes one folder of results, or the folders of finished runs of train.py"
+            + "".join(f"; {folder} has no {SUMMARY}" for folder in unfinished)
+            + "."
         )
     [folder] = folders
     results = [read(path) for path in result_files(folder)]

@@ -63,9 +63,11 @@ def label(runs: list[dict[str, Any]]) -> None:
 
 
 def draw(runs: list[dict[str, Any]]) -> Figure:
-    """Loss over steps of labelled runs, and bars of the median step time and of the peak memory."""
+    """Loss over steps of labelled runs, and bars of the median step time and, of runs on a GPU, of
+    the peak memory."""
     figure = Figure(figsize=(11, 4), dpi=150, layout="constrained")
-    loss, time, memory = figure.subplots(1, 3, width_ratios=(2.2, 1, 1))
+    on_gpu = any(run["peak_allocated_gib"] for run in runs)
+    loss, time, *memory = figure.subplots(1, 2 + on_gpu, width_ratios=(2.2, 1, 1)[: 2 + on_gpu])
     for run, width in zip(runs, range(2 * len(runs), 0, -2), strict=True):  # all stay visible
         for key, style in (
             ("loss", {}),
@@ -82,15 +84,24 @@ def draw(runs: list[dict[str, Any]]) -> Figure:
     loss.set(xlabel="step", ylabel="cross-entropy (nats per token)", title="loss")
     loss.legend(fontsize="small")
     _bars(time, runs, [run["step_ms"]["p50"] for run in runs], "ms a step (median)", "{:.1f}")
-    peaks = [run["peak_allocated_gib"] or 0 for run in runs]
-    _bars(memory, runs, peaks, "peak GiB allocated", "{:.2f}")
-    about = runs[0]["environment"]
-    gpu = about["gpu"] if runs[0]["peak_allocated_gib"] else "a CPU: times are no findings"
-    figure.suptitle(
-        f"{runs[0]['parameters'] / 1e6:.0f}M GPT, {runs[0]['tokens_per_step']:,} tokens a step, "
-        f"{runs[0]['precision']}, on {gpu} (torch {about['torch']}, triton {about['triton']})"
-    )
+    for axes in memory:
+        peaks = [run["peak_allocated_gib"] or 0 for run in runs]
+        _bars(axes, runs, peaks, "peak GiB allocated", "{:.2f}")
+    facts = zip(*map(_about, runs), strict=True)
+    figure.suptitle(", ".join(" and ".join(dict.fromkeys(fact)) for fact in facts))
     return figure
+
+
+def _about(run: dict[str, Any]) -> list[str]:
+    """What a title says of a run, once if it is the same of all."""
+    on, gpu = run["environment"], run["peak_allocated_gib"]
+    return [
+        f"{run['parameters'] / 1e6:.0f}M GPT",
+        f"{run['tokens_per_step']:,} tokens a step",
+        run["precision"],
+        f"on {on['gpu'] if gpu else 'a CPU: times are no findings'} "
+        f"(torch {on['torch']}, triton {on['triton']})",
+    ]
 
 
 def _bars(axes, runs: list[dict[str, Any]], values: list[float], title: str, form: str) -> None:

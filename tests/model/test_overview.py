@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model.overview import main
+from model.overview import draw, label, main, read_run
 
 SUMMARY = {
     "name": "tiny-triton",
@@ -46,6 +46,15 @@ def test_runs_of_one_norm_go_by_their_names(tmp_path, capsys):
     assert main([*runs, "--out", str(tmp_path / "picture.png")]) == 0
     rows = capsys.readouterr().out.splitlines()[2:4]
     assert [row.split()[1] for row in rows] == ["tiny-triton", "tiny-triton-2"]
+
+
+def test_the_title_says_where_runs_differ(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", tokens_per_step=256)]
+    runs = [read_run(Path(run)) for run in runs]
+    label(runs)
+    figure = draw(runs)
+    assert "1M GPT, 1,024 tokens a step and 256 tokens a step, 32" in figure.get_suptitle()
+    assert len(figure.axes) == 2  # no memory of a CPU's runs
 
 
 @pytest.mark.parametrize(
