@@ -2,16 +2,18 @@
 """Train a GPT on text: read the settings, build, fit, summarise. See `python train.py --help`."""
 
 import os
+import signal
 
 # Before torch is loaded: threads that spin while they wait make a CPU run many times slower where
 # another process has one of the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while libraries load needs no traceback
 
 import atexit
 import contextlib
 import errno
 import logging
-import signal
 import subprocess
 import sys
 import time
@@ -348,4 +350,6 @@ def quieten() -> None:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

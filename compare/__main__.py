@@ -1,5 +1,10 @@
 """Compare norms in the same model. See `python -m compare --help`."""
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while libraries load needs no traceback
+
 import json
 import logging
 import shlex
@@ -326,4 +331,6 @@ def read(path: Path) -> dict:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

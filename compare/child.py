@@ -8,12 +8,14 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ class Child:
         self._printed = Path(self._folder.name) / "printed"
         request = target, config, {**os.environ, **(environment or {})}, arguments
         self._process = context.Process(target=_answer, args=(sender, str(self._printed), *request))
+        _start_server()
         self._process.start()
         sender.close()
 
@@ -91,6 +94,19 @@ class Child:
         self._process.kill()
         self._process.join()
         self._folder.cleanup()
+
+
+def _start_server() -> None:
+    """Start the server if there is none, deaf to Ctrl-C, as are the processes that it forks.
+
+    Ctrl-C is for this process, which ends the others.
+    """
+    resource_tracker.ensure_running()  # which would let the signal through again as it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def call(*request: Any, **options: Any) -> Any:
@@ -158,7 +174,10 @@ def _answer(
 ) -> None:
     """The other side of `Child`; all that it prints, or its libraries do, goes to a file."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    file = os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    try:
+        file = os.open(printed, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    except FileNotFoundError:  # Ctrl-C ended the one that asked before this process was forked
+        os._exit(1)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
     os.environ.clear()

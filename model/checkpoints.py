@@ -89,7 +89,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return _read(path)
     except ValueError as error:
         damage = str(error)
-    raise UserError(f"{path} {damage}", *([] if damage == FOREIGN else [_offer(path)]))
+    raise UserError(f"{path} {damage}", *([] if damage == FOREIGN else [offer(path)]))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"is damaged: {damaged} in it is not what was written.")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        step, weights = checkpoint["global_step"], dict(checkpoint["state_dict"])
+        step, weights = int(checkpoint["global_step"]), dict(checkpoint["state_dict"])
     except pickle.UnpicklingError:
         raise ValueError(
             "holds more than tensors and plain values. It is not loaded, since that could run "
@@ -119,7 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
     return checkpoint | {"global_step": step, "state_dict": weights}
 
 
-def _offer(path: Path) -> str:
+def offer(path: Path) -> str:
     """A sentence about the newest whole checkpoint beside the one at `path`."""
     steps = {}
     for other in path.parent.glob("*.ckpt"):

@@ -11,6 +11,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
 
 from data import TextDataModule
+from model.checkpoints import offer
 from model.checks import (
     PRECISIONS,
     folder_problems,
@@ -51,6 +52,8 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
         SystemExit: with 0, after --help and --print_config.
     """
     first = _first_look(argv)
+    if empty := [flag for flag in ("name", "ckpt_path") if getattr(first, flag) == ""]:
+        raise UserError(*(f"--{flag} is empty: give it a value or leave it out." for flag in empty))
     name, config = first.name, first.config
     if config is None:
         config = _default_config()
@@ -204,7 +207,10 @@ def last_run(root: Path, name: str) -> Path:
             f"There is no run {root / name} to resume: none in {root}/ has the name {name!r} in "
             f"its config.yaml."
         )
-    if not (run / "last.ckpt").exists():
+    last = run / "last.ckpt"
+    if not last.exists() and any(run.glob("*.ckpt")):
+        raise UserError(f"{last}, of the newest run of this name, is gone.", offer(last))
+    if not last.exists():
         raise UserError(
             f"{run}, the newest run of this name, has no checkpoint yet: start it again without "
             f"--ckpt_path, or name a checkpoint by its path."

@@ -46,6 +46,8 @@ def sample(
     if problems := _problems(n, samples, temperature, top_k, seed):
         raise UserError(*problems)
     gpt, checkpoint = load_gpt(Path(ckpt), norm)
+    if not all(weight.isfinite().all() for weight in gpt.parameters()):
+        raise UserError(f"{ckpt} holds weights that are not finite: its training had failed.")
     encoding = _tokenizer(tokenizer or checkpoint.get("tokenizer"), gpt, ckpt)
     device = torch.device(_device(device))
     start = encoding.encode_ordinary(prompt) or [encoding.eot_token]
@@ -97,7 +99,7 @@ def _tokenizer(name: str | None, gpt: GPT, ckpt: str):
 def _device(name: str | None) -> str:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=name)
+        torch.empty(1, device=name).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"There is no device {name!r} here: {reason}.") from None

@@ -495,6 +495,7 @@ BAD_INPUT = {
     "a norm of another shape": (["--norm", f"{__name__}:FLAT"], ["shape", "(2, 3, 16)"]),
     "a folder for a checkpoint": (["--ckpt_path", "."], ["is a folder"]),
     "no such run": (["--ckpt_path", "last", "--name", "never"], ["no run", "never"]),
+    "empty flags": (["--ckpt_path", "", "--name", ""], ["--name is empty", "--ckpt_path is empty"]),
     "no such checkpoint": (["--ckpt_path", "no/such.ckpt"], ["no checkpoint no/such.ckpt"]),
     "no checkpoint": (["--ckpt_path", __file__], [f"{__file__} is not a checkpoint"]),
 }
@@ -589,6 +590,15 @@ def test_a_resumed_run_follows_the_new_learning_rate(run, tmp_path, capsys):
     parts, whole = (losses(tmp_path / name, "lr") for name in ("parts", "whole"))
     assert {step: parts[step] for step in range(6, 13)} == {s: whole[s] for s in range(6, 13)}
     assert parts[5] < whole[5]
+
+
+def test_a_last_checkpoint_that_is_gone(run, tmp_path, capsys):
+    assert run("--trainer.max_steps", "4") == 0
+    (tmp_path / "small-eager" / "last.ckpt").unlink()
+    assert run("--ckpt_path", "last") == 2
+    shown = capsys.readouterr().err
+    assert "last.ckpt, of the newest run of this name, is gone" in shown
+    assert "best.ckpt, of step 4, is whole" in shown
 
 
 def test_a_run_that_is_finished_is_not_resumed(run, capsys):

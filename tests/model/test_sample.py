@@ -83,6 +83,7 @@ BAD_INPUT = {
     "flag": (["--nosuch", "1"], ["--nosuch"]),
     "norm": (["--norm", "nosuch"], ["'nosuch'", "eager"]),
     "device": (["--device", "nosuch"], ["'nosuch'"]),
+    "device without data": (["--device", "meta"], ["'meta'"]),
     "tokenizer": (["--tokenizer", "gpt2"], ["257", "gpt2 has 50257"]),
     "unknown tokenizer": (["--tokenizer", "nosuch"], ["'nosuch'"]),
     "no checkpoint": (["--ckpt", "no/such.ckpt"], ["no checkpoint no/such.ckpt"]),
@@ -95,6 +96,15 @@ def test_bad_input_is_answered_in_sentences(saved, capsys, flags, expected):
     shown = capsys.readouterr().err
     assert all(text in shown for text in expected), shown
     assert all(line.startswith("error: ") for line in shown.splitlines()), shown
+
+
+def test_weights_that_are_not_finite(saved, capsys):
+    path = saved()
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["gpt.final_norm.weight"][0] = float("nan")
+    torch.save(checkpoint, path)
+    assert command(sample, "sample", ["--ckpt", str(path)]) == 2
+    assert "weights that are not finite" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_does_not_say_its_tokenizer(saved, capsys):
