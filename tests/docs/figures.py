@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from kernels.bench.targets import TARGETS, Verdict, by_case, judge
 from tests.docs.blocks import ROOT
 
 RESULTS, TUNED = ROOT / "results", ROOT / "kernels/tuned"
@@ -21,20 +22,16 @@ def read(folder: str) -> dict:
     return json.loads((RESULTS / folder / "results.json").read_text())
 
 
-def kernels(group: str, direction: str, shape: str) -> dict[str, dict]:
-    """What was measured of each implementation at a shape such as "32768 x 768".
+def measured() -> list[dict]:
+    return json.loads((H200 / "kernels.json").read_text())["rows"]
 
-    Of Inductor's two modes, the faster one.
-    """
+
+def kernels(group: str, direction: str, shape: str) -> dict[str, dict]:
+    """What was measured of each implementation at a shape such as "32768 x 768"."""
     rows, n = map(int, shape.split(" x "))
-    wanted = group, direction, rows, n
-    measured = [
-        row
-        for row in json.loads((H200 / "kernels.json").read_text())["rows"]
-        if (row["group"], row["pass"], row["rows"], row["n"]) == wanted and row["us"]
-    ]
-    measured.sort(key=lambda row: row["us"]["p50"], reverse=True)
-    return {row["impl"]: row for row in measured}
+    wanted = {"group": group, "pass": direction, "rows": rows, "n": n}
+    [found] = [found for case, found in by_case(measured()) if wanted.items() <= case.items()]
+    return found
 
 
 def runs(shown: Rows) -> Rows:
@@ -64,6 +61,36 @@ def backward_passes(shown: Rows) -> Rows:
         us = [found[name]["us"]["p50"] for name in ("triton", "compiled", "quack", "liger", "aten")]
         rows.append([shape, *(f"{t:.1f}" for t in (*us, found["triton"]["ceiling_us"]))])
     return rows
+
+
+def targets(_: Rows) -> Rows:
+    verdicts, rows = judge(measured()), []
+    for target in TARGETS:
+        found = [verdict for verdict in verdicts if verdict.target == target]
+        what = [target.text, *(target.passes if target.has_ceiling else [])]
+        missed = [verdict for verdict in found if verdict.verdict == "missed"]
+        met = sum(verdict.verdict == "met" for verdict in found)
+        rows.append(
+            [
+                ", ".join(what),
+                f"{target.at_least:.2f}",
+                f"{met} of {len(found)}",
+                "; ".join(map(miss, missed)),
+            ]
+        )
+    return rows
+
+
+def miss(verdict: Verdict) -> str:
+    """Where a target was missed, by how much, and whether a kernel at the ceiling would miss it."""
+    case, target = verdict.case, verdict.target
+    where = [
+        f"{case['rows']} x {case['n']}" if case["group"] == "few_rows" else str(case["n"]),
+        *([case["x_dtype"]] if case["x_dtype"] != "bfloat16" else []),
+        *([case["pass"]] if len(target.passes) > 1 else []),
+    ]
+    out_of_reach = verdict.at_ceiling < target.at_least
+    return f"{' '.join(where)}: {verdict.measured:.3f}{'*' * out_of_reach}"
 
 
 def comparisons(_: Rows) -> Rows:
@@ -154,6 +181,7 @@ README, KERNEL = ROOT / "README.md", ROOT / "docs/kernel.md"
 TABLES: dict[tuple[Path, str], Callable[[Rows], Rows]] = {  # by page and how the header begins
     (README, "run | ms a step"): runs,
     (README, "rows x N"): backward_passes,
+    (README, "aimed at"): targets,
     (README, "model, stream"): comparisons,
     (README, "model of 4 x 1024"): small_batches,
     (README, "model on two GPUs"): two_gpus,
