@@ -19,7 +19,6 @@ from compare.child import ChildError, Kept, Progress
 from compare.cli import Request, parse
 from compare.live import live
 from compare.setup import Settings
-from compare.statistics import Interval
 from model import overview
 from model.environment import environment
 from model.errors import UserError
@@ -270,13 +269,7 @@ def run_part(
             found = scaling.run(settings, progress, keep, plan, request.strategies)
             return {**result.get("scaling", {}), **found}
         case "profile":
-            variants = result.get("speed", {}).get("variants", {})
-            speedups = {norm: v["speedup"] for norm, v in variants.items() if "speedup" in v}
-            measured = {
-                norm: Interval(found["median"], found["low"], found["high"])
-                for norm, found in speedups.items()
-            }
-            return profile.run(settings, progress, measured)
+            return profile.run(settings, progress)
         case "memory":
             return memory.run(settings, progress, keep)
         case "parity":

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from compare import child
 from compare.child import Progress
 from compare.setup import Settings, batches
-from compare.statistics import Interval, amdahl, amdahl_ceiling, covered, percentiles
+from compare.statistics import amdahl, amdahl_ceiling, covered, percentiles
 from compare.timing import (
     PROFILED_STEPS,
     no_garbage_collection,
@@ -27,15 +27,10 @@ FUSED = (
 )
 
 
-def run(settings: Settings, progress: Progress, measured: dict[str, Interval]) -> dict:
-    """Each norm's share of the step, as results.json has it under "profile".
-
-    Args:
-        measured: Speedups over the baseline by norm from "speed", where it was run; of other
-            norms, the quotient of the step times measured here.
-    """
+def run(settings: Settings, progress: Progress) -> dict:
+    """Each norm's share of the step, as results.json has it under "profile"."""
     profiles = child.call("compare.profile:measure", settings.config, progress)
-    return judge(profiles, settings.baseline, measured)
+    return judge(profiles, settings.baseline)
 
 
 def measure(settings: Settings, progress: Progress) -> dict[str, dict]:
@@ -117,8 +112,8 @@ def figures(work: list[Work], steps: int) -> dict:
     }
 
 
-def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, Interval]) -> dict:
-    """The share of each norm, and Amdahl's prediction and ceiling beside what was measured.
+def judge(profiles: dict[str, dict], baseline: str) -> dict:
+    """The share of each norm, and Amdahl's prediction and ceiling of its speedup.
 
     With p, the baseline's norms' share of its step, and s, how many times faster the variant's
     norms are: the prediction is 1 / ((1 - p) + p / s), the ceiling 1 / (1 - p).
@@ -128,13 +123,9 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, Interval
     judged = {}
     for norm, found in profiles.items():
         ceiling = share and amdahl_ceiling(share)
-        predicted, flag = None, None
-        if norm != baseline and share:
-            if found["norm_ms"]:
-                predicted = amdahl(share, base["norm_ms"] / found["norm_ms"])
-            speedup = measured.get(norm) or Interval(*[base["step_ms"] / found["step_ms"]] * 3)
-            if speedup.median > ceiling:
-                flag = above_ceiling(speedup, ceiling, base, found)
+        predicted = None
+        if norm != baseline and share and found["norm_ms"]:
+            predicted = amdahl(share, base["norm_ms"] / found["norm_ms"])
         judged[norm] = {
             "norm_share": norm_share(found),
             "forward_ms": found["forward_ms"],
@@ -143,7 +134,6 @@ def judge(profiles: dict[str, dict], baseline: str, measured: dict[str, Interval
             "busy_ms": found["busy_ms"],
             "amdahl_predicted": predicted,
             "amdahl_ceiling": ceiling,
-            "flag": flag,
             "note": FUSED if found["fused"] else None,
             "top": from_the_top(found["kernels"]),
         }
@@ -156,24 +146,6 @@ def norm_share(found: dict) -> float | None:
     if found["norm_ms"] is None:
         return None
     return found["norm_ms"] / max(found["step_ms"], found["busy_ms"])
-
-
-def above_ceiling(speedup: Interval, ceiling: float, base: dict, found: dict) -> str:
-    """Where the time went that the norms' share does not account for."""
-    sentence = f"Measured {speedup.median:.3f}x is above the ceiling of {ceiling:.3f}x"
-    if speedup.low <= ceiling:
-        return f"{sentence}, but its interval begins below that: it may be noise."
-    outside = [p["busy_ms"] - (p["norm_ms"] or 0) for p in (base, found)]
-    idle = [max(0.0, p["step_ms"] - p["busy_ms"]) for p in (base, found)]
-    before, after = base["kernels"]["other"], found["kernels"]["other"]
-    saved = {name: ms - after.get(name, 0.0) for name, ms in before.items()}
-    most = max(saved, key=saved.get)
-    return (
-        f"{sentence}, so that not only the norms changed: work outside of them takes "
-        f"{outside[1]:.2f} ms a step instead of {outside[0]:.2f}, waiting {idle[1]:.2f} ms instead "
-        f"of {idle[0]:.2f}. The largest change is that of {most[:80]}, {after.get(most, 0.0):.2f} "
-        f"ms instead of {before[most]:.2f}."
-    )
 
 
 def from_the_top(kernels: dict[str, dict[str, float]]) -> list[dict]:

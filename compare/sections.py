@@ -231,10 +231,10 @@ def _scaling_row(norm: str, variant: dict) -> list[str]:
 def _profile(result: dict) -> Section:
     profile = result["profile"]
     text = [
-        f"{norm}: {found[remark]}"
+        f"{norm}: {remark}"
         for norm, found in profile.items()
-        for remark in ("flag", "note")
-        if found.get(remark)
+        for remark in (sentences.above_ceiling(result, norm), found.get("note"))
+        if remark
     ]
     header = ["norm", "norm's share of the step", "forward, ms", "backward, ms", "step, ms"]
     header += ["GPU busy", "Amdahl predicts", "Amdahl's ceiling", "measured speedup"]

@@ -215,3 +215,34 @@ def enumeration(words: list[str], conjunction: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+
+
+def above_ceiling(result: dict, norm: str) -> str | None:
+    """Where the time went that the norm's share does not account for, if its speedup over the
+    baseline is above Amdahl's ceiling. Where it was not measured, the profile's step times say it.
+    """
+    base, found = result["profile"][result["baseline"]], result["profile"][norm]
+    variants, ceiling = result.get("speed", {}).get("variants", {}), found["amdahl_ceiling"]
+    ratio = base["step_ms"] / found["step_ms"]
+    speedup = variants.get(norm, {}).get("speedup") or {"median": ratio, "low": ratio}
+    if norm == result["baseline"] or not ceiling or speedup["median"] <= ceiling:
+        return None
+    sentence = f"Measured {speedup['median']:.3f}x is above the ceiling of {ceiling:.3f}x"
+    if speedup["low"] <= ceiling:
+        return f"{sentence}, but its interval begins below that: it may be noise."
+    outside = [
+        p["busy_ms"] - (p["forward_ms"] or 0) - (p["backward_ms"] or 0) for p in (base, found)
+    ]
+    idle = [max(0.0, p["step_ms"] - p["busy_ms"]) for p in (base, found)]
+    before, after = (
+        {kernel["kernel"]: kernel["ms"] for kernel in p["top"] if not kernel["norm"]}
+        for p in (base, found)
+    )
+    saved = {name: ms - after.get(name, 0.0) for name, ms in before.items()}
+    most = max(saved, key=saved.get)
+    return (
+        f"{sentence}, so that not only the norms changed: work outside of them takes "
+        f"{outside[1]:.2f} ms a step instead of {outside[0]:.2f}, waiting {idle[1]:.2f} ms instead "
+        f"of {idle[0]:.2f}. The largest change is that of {most[:80]}, {after.get(most, 0.0):.2f} "
+        f"ms instead of {before[most]:.2f}."
+    )
