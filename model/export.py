@@ -28,13 +28,18 @@ def export(ckpt: str, out: str) -> None:
         ckpt: Checkpoint of train.py.
         out: Folder to write to, which is made; files of these names in it are replaced.
     """
+    if not out:
+        raise UserError("--out is empty: name a folder to write to.")
     gpt, checkpoint = load_gpt(Path(ckpt))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight for name, weight in gpt.state_dict().items() if name != TIED}
     about = {"tokenizer": checkpoint.get("tokenizer"), "steps": checkpoint["global_step"]}
     with replacing(folder / WEIGHTS) as temporary:
-        save_file(weights, temporary, metadata={"format": "pt"})
+        try:
+            save_file(weights, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise UserError(f"{folder / WEIGHTS} cannot be written: {error}.") from None
     with replacing(folder / CONFIG) as temporary:
         temporary.write_text(json.dumps(asdict(gpt.config) | about, indent=2) + "\n")
     print(f"Written to {folder}/: {WEIGHTS}, {CONFIG}")

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from model.errors import UserError
 from model.files import replacing
 
 SECONDS_BETWEEN_WRITES = 10  # of metrics.csv
@@ -23,13 +24,21 @@ class MetricsFile(Logger):
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        """With `resume_step`, the rows up to that step are kept from the file."""
+        """With `resume_step`, the rows up to that step are kept from the file.
+
+        Raises:
+            UserError: if that cannot be read.
+        """
         super().__init__()
         self.path = path
         self.rows: dict[int, dict[str, float]] = {}
         self._last_write = time.monotonic()
         if resume_step is not None and path.exists():
-            self.rows = {s: row for s, row in read_metrics(path).items() if s <= resume_step}
+            try:
+                rows = read_metrics(path)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{error}. Without that file, training goes on.") from None
+            self.rows = {step: row for step, row in rows.items() if step <= resume_step}
 
     name = version = None
 
@@ -59,12 +68,22 @@ class MetricsFile(Logger):
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """The rows of a metrics.csv by step, without the cells that are empty."""
-    with path.open(newline="") as file:
-        return {
-            int(row.pop("step")): {key: float(value) for key, value in row.items() if value}
-            for row in csv.DictReader(file)
-        }
+    """The rows of a metrics.csv by step, without the cells that are empty.
+
+    Raises:
+        OSError, ValueError: if it cannot be read, or is something else.
+    """
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            if "step" not in (reader.fieldnames or []):
+                raise ValueError
+            return {
+                int(row.pop("step")): {key: float(value) for key, value in row.items() if value}
+                for row in reader
+            }
+    except (ValueError, TypeError, csv.Error):
+        raise ValueError(f"{path} is not what train.py writes") from None
 
 
 class EventsFile(TensorBoardLogger):

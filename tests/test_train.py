@@ -592,6 +592,23 @@ def test_a_resumed_run_follows_the_new_learning_rate(run, tmp_path, capsys):
     assert parts[5] < whole[5]
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"a,b\n1,2\n", b"step,loss\n1,x\n", b"\xff\xfe\x00", None]
+)
+def test_resuming_keeps_the_curve_or_says_why_not(run, tmp_path, capsys, content):
+    assert run("--name", "parts", *interrupt(5)) == 130
+    metrics = tmp_path / "parts" / "metrics.csv"
+    metrics.unlink()
+    if content is None:
+        metrics.mkdir()
+    else:
+        metrics.write_bytes(content)
+    assert run("--name", "parts", "--ckpt_path", "last") == 2
+    shown = capsys.readouterr().err
+    assert str(metrics) in shown
+    assert "Without that file, training goes on." in shown
+
+
 def test_a_last_checkpoint_that_is_gone(run, tmp_path, capsys):
     assert run("--trainer.max_steps", "4") == 0
     (tmp_path / "small-eager" / "last.ckpt").unlink()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from model.checkpoints import load_gpt
@@ -43,6 +44,16 @@ def test_bad_input_is_answered_in_sentences(saved, tmp_path, capsys):
     path = saved()
     assert command(export, "export", ["--ckpt", str(path), "--out", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full(saved, tmp_path, capsys, monkeypatch):
+    def full(*_, **__) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("model.export.save_file", full)
+    assert command(export, "export", ["--ckpt", str(saved()), "--out", str(tmp_path / "out")]) == 2
+    assert "model.safetensors cannot be written: I/O error: No space" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
