@@ -58,8 +58,9 @@ def check_eps(eps: float) -> None:
 def _check_tensor(name: str, tensor: Tensor, x: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, but it is a {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, but its layout is {tensor.layout}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name} must be a dense tensor, but its layout is {layout}")
     if tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} must have one of the dtypes {_names(DTYPES)}, but it is {tensor.dtype}"

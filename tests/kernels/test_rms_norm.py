@@ -435,6 +435,10 @@ def test_threads_may_call_it_at_the_same_time(device):
             {"weight": torch.ones(8).to_sparse()},
             "weight must be a dense tensor, .* torch.sparse_coo",
         ),
+        (
+            {"x": torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(1, 8)])},
+            "x must be a dense tensor, but its layout is nested",
+        ),
         ({"weight": 2.0}, "weight must be a tensor, but it is a float"),
         ({"out_dtype": torch.int8}, "out_dtype must be one of .* torch.int8"),
     ],
