@@ -93,7 +93,8 @@ class LitGPT(LightningModule):
         )
         if compile:  # in place: the checkpoint's names stay as they are
             self.gpt.compile(**self.compile_options)
-        self.val_loss = MeanMetric(nan_strategy="disable")  # a nan is kept
+        # A batch whose loss is nan counts as infinite; torchmetrics would leave it out.
+        self.val_loss = MeanMetric(nan_strategy=math.inf)
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self._diverged: Tensor | None = None  # whether a gradient was not finite so far
 

@@ -103,7 +103,7 @@ class SpoilWeight(Callback):
 @pytest.mark.parametrize(
     ("value", "validate", "says"),
     [
-        ("3e38", True, "The validation after step 8 has a loss of nan"),
+        ("3e38", True, "The validation after step 8 has a loss of inf"),
         ("inf", False, "After step 8 not all weights are finite, blocks.0.mlp.up.weight for"),
     ],
 )

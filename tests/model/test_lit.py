@@ -186,6 +186,17 @@ def test_a_checkpoint_alone_brings_the_model_back(tmp_path):
     assert torch.equal(loaded.loss(batch), model.loss(batch))
 
 
+def test_validation_does_not_leave_out_a_batch_whose_loss_is_not_finite(monkeypatch):
+    model, (good, bad) = lit(), batches(2)
+    plain = model.loss
+    monkeypatch.setattr(
+        model, "loss", lambda batch: plain(batch) * (math.nan if batch is bad else 1)
+    )
+    trainer = quiet_trainer()
+    trainer.validate(model, DataLoader([good, bad], batch_size=None), verbose=False)
+    assert not trainer.callback_metrics["val_loss"].isfinite()
+
+
 def test_validation_weighs_batches_by_their_tokens(tmp_path):
     """A last batch that is smaller counts for less."""
     model = lit()
