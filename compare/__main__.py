@@ -63,9 +63,11 @@ def run(argv: list[str]) -> int:
     Raises:
         UserError: if it is wrong.
     """
-    if argv and argv[0] == "report" and argv[1:] != ["--help"]:
-        return rebuild(argv[1:])
-    request = parse(argv[1:] if argv[:1] == ["report"] else argv)
+    if argv and argv[0] == "report":
+        if argv[1:] != ["--help"]:
+            return rebuild(argv[1:])
+        argv = ["--help"]
+    request = parse(argv)
     with live("trying the norms") as progress:
         config = request.settings.config
         try:

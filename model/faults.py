@@ -12,8 +12,6 @@ from model.errors import TrainingError
 from model.lit import LitGPT
 
 BYTES_PER_PARAMETER = 4 * 4  # weight, gradient and AdamW's two moments, all in float32
-
-
 ADVICE = (
     "A lower model.lr, a longer model.warmup_steps or another trainer.precision may help: settings "
     "can change when a run is resumed. If a checkpoint fails again, its weights had grown too far "
