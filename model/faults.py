@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 
 from model.callbacks import is_log_step
 from model.errors import TrainingError
+from model.gpt import GPT
 from model.lit import LitGPT
 
 BYTES_PER_PARAMETER = 4 * 4  # weight, gradient and AdamW's two moments, all in float32
 ADVICE = (
-    "A lower model.lr, a longer model.warmup_steps or another trainer.precision may help: settings "
-    "can change when a run is resumed. If a checkpoint fails again, its weights had grown too far "
-    "already: then start anew."
+    "Checkpoints saved before are kept, and finite. A lower model.lr, a longer model.warmup_steps "
+    "or another trainer.precision may help: settings can change when a run is resumed. If a "
+    "checkpoint fails again, its weights had grown too far already: then start anew."
 )
 
 
@@ -57,16 +58,16 @@ class FiniteCheck(Callback):
         if loss is not None and not loss.isfinite() and not trainer.sanity_checking:
             raise TrainingError(
                 f"The validation after step {trainer.global_step} has a loss of {loss.item():.4g}.",
-                f"Checkpoints saved before are kept. {ADVICE}",
+                ADVICE,
             )
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
-        bad = weights_not_finite(pl_module)
+        bad = weights_not_finite(pl_module.gpt)
         if trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
             raise TrainingError(
                 f"After step {trainer.global_step} not all weights are finite"
                 + (f", {bad[0]} for one." if bad else "."),
-                f"Checkpoints saved before are kept. {ADVICE}",
+                ADVICE,
             )
 
     def _look(self, trainer: Trainer, model: LitGPT) -> None:
@@ -88,8 +89,7 @@ class FiniteCheck(Callback):
                 f"Step {step} has a loss of {loss:.4g} and a gradient of norm "
                 f"{grad_norms[first].item():.4g}.",
                 self._diagnosis(trainer, model, batches),
-                "No weight was changed by that step or after it, and checkpoints saved before are "
-                f"finite. {ADVICE}",
+                f"No weight was changed by that step or after it. {ADVICE}",
             )
         self._losses, self._grad_norms = [], []
 
@@ -103,9 +103,9 @@ class FiniteCheck(Callback):
         return "Done again, that step has no tensor that is not finite."
 
 
-def weights_not_finite(model: LitGPT) -> list[str]:
+def weights_not_finite(gpt: GPT) -> list[str]:
     """Names of the weights, or of this device's parts of them, that hold something not finite."""
-    weights = dict(model.gpt.named_parameters())
+    weights = dict(gpt.named_parameters())
     parts = [w.to_local() if isinstance(w, DTensor) else w for w in weights.values()]
     finite = torch.stack([part.isfinite().all() for part in parts]).tolist()
     return [name for name, good in zip(weights, finite, strict=True) if not good]

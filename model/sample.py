@@ -9,6 +9,7 @@ from data import DataError, load_tokenizer
 from model.checkpoints import load_gpt
 from model.command import command
 from model.errors import UserError
+from model.faults import weights_not_finite
 from model.gpt import GPT
 
 
@@ -46,8 +47,8 @@ def sample(
     if problems := _problems(n, samples, temperature, top_k, seed):
         raise UserError(*problems)
     gpt, checkpoint = load_gpt(Path(ckpt), norm)
-    if not all(weight.isfinite().all() for weight in gpt.parameters()):
-        raise UserError(f"{ckpt} holds weights that are not finite: its training had failed.")
+    if bad := weights_not_finite(gpt):
+        raise UserError(f"{ckpt} holds weights that are not finite, {bad[0]} for one.")
     encoding = _tokenizer(tokenizer or checkpoint.get("tokenizer"), gpt, ckpt)
     device = torch.device(_device(device))
     start = encoding.encode_ordinary(prompt) or [encoding.eot_token]

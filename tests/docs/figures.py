@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kernels.bench.targets import TARGETS, Verdict, by_case, judge
+from model import overview
 from tests.docs.blocks import ROOT
 
 RESULTS, TUNED = ROOT / "results", ROOT / "kernels/tuned"
@@ -35,23 +36,9 @@ def kernels(group: str, direction: str, shape: str) -> dict[str, dict]:
 
 
 def runs(shown: Rows) -> Rows:
-    rows = []
-    for norm, *_ in shown:
-        run = json.loads((H200 / "train" / norm / "summary.json").read_text())
-        ms = run["step_ms"]
-        rows.append(
-            [
-                norm,
-                f"{ms['p50']:.1f} ({ms['p10']:.1f} to {ms['p90']:.1f})",
-                f"{run['first_step_ms'] / 1000:.1f}",
-                f"{run['tokens_per_s']:,.0f}",
-                f"{run['mfu']:.1%}",
-                f"{run['peak_allocated_gib']:.2f} / {run['peak_reserved_gib']:.2f}",
-                f"{run['train_loss']:.3f}",
-                f"{run['val_loss']:.3f}",
-            ]
-        )
-    return rows
+    found = [overview.read_run(H200 / "train" / norm) for norm, *_ in shown]
+    overview.label(found)
+    return cells(overview.markdown_table(found).splitlines()[2:])
 
 
 def backward_passes(shown: Rows) -> Rows:
