@@ -162,7 +162,8 @@ def reduce_launch(n: int, partials: int) -> Launch:
     """Launch of the kernel that adds up to so many partial sums of dw, all loaded at once."""
     if INTERPRETED:
         return Launch(64, min(triton.next_power_of_2(n), INTERPRETED_TILE // 64), warps=4)
-    return Launch(min(triton.next_power_of_2(partials), 1024), 16, warps=8)
+    rows = min(triton.next_power_of_2(partials), 2048)
+    return Launch(rows, min(16, 16384 // rows), warps=8)
 
 
 def tuned_file() -> Path:

@@ -31,6 +31,7 @@ from kernels.launches import Launch
 
 WIDTHS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 8192)
 FORMS = ("norm", "add", "mixed", "norm32", "add32")
+PASSES = ("forward", "backward")
 CHECKED_ROWS = 3001
 FINALISTS = 6
 
@@ -51,18 +52,35 @@ class Search:
         return launches.backward_key(self.case.n, stream, out, self.case.residual_dtype is not None)
 
     @property
+    def served(self) -> list[Case]:
+        """The cases that take this launch: the norm's forward also serves its add."""
+        if self.direction == "backward" or self.case.residual_dtype:
+            return [self.case]
+        return [
+            self.case,
+            replace(self.case, op="add_rms_norm", residual_dtype=self.case.x_dtype),
+        ]
+
+    @property
     def kernel(self):
         if self.direction == "forward":
             return triton_rms_norm._rms_norm_forward_kernel
         return triton_rms_norm._rms_norm_backward_kernel
 
     def candidates(self, gpu: launches.Gpu) -> Iterator[Launch]:
-        """Launches with 8 to 32 elements a thread whose tiles of prefetch fit shared memory."""
+        """Launches with 8 to 32 elements a thread whose tiles of prefetch fit shared memory.
+
+        Rows are one tile, or blocks: from 1024 columns on in the forward, where a program reads
+        its row's blocks twice; only where they do not fit in the backward.
+        """
         n, forward = self.case.n, self.direction == "forward"
         read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
         whole = triton.next_power_of_2(n)
-        blocks = ((8192, 16384) if forward else (2048, 4096, 8192)) if n > 8192 else ()
-        for columns in {*blocks, *([whole] if whole <= (32768 if forward else 16384) else [])}:
+        if forward:
+            blocks = {columns for columns in (whole // 4, whole // 2) if columns >= 1024}
+        else:
+            blocks = {2048, 4096, 8192} if n > 8192 else set()
+        for columns in blocks | ({whole} if whole <= (32768 if forward else 16384) else set()):
             for rows, warps in product((2**i for i in range(8)), (1, 2, 4, 8, 16, 32)):
                 tile = rows * columns
                 if not (512 <= tile <= max(16384, columns) and 8 <= tile // (32 * warps) <= 32):
@@ -83,7 +101,11 @@ def main(argv: list[str]) -> int:
         print(f"python -m kernels.tune needs a GPU: {missing}", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
-    searches = list(all_searches(arguments.n, arguments.forms))
+    searches = [
+        search
+        for search in all_searches(arguments.n, arguments.forms)
+        if search.direction in arguments.passes
+    ]
     timer = Timer()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     workers = min(os.cpu_count() or 1, 14)
@@ -132,6 +154,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="norm, add: all bfloat16; norm32, add32: all float32; mixed: bfloat16 branch and "
         "output, float32 stream and weight; all of them by default",
     )
+    parser.add_argument("--passes", type=names, default=PASSES, help="forward, backward, or both")
     parser.add_argument(
         "--out",
         type=Path,
@@ -139,8 +162,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="file that the launches are added to; by default the one that later runs read",
     )
     arguments = parser.parse_args(argv)
-    if unknown := set(arguments.forms) - set(FORMS):
-        parser.error(f"--forms: there is no {', '.join(unknown)}; there are {', '.join(FORMS)}")
+    for flag, known in (("forms", FORMS), ("passes", PASSES)):
+        if unknown := ", ".join(set(getattr(arguments, flag)) - set(known)):
+            parser.error(f"--{flag}: there is no {unknown}; there are {', '.join(known)}")
     if wrong := [n for n in arguments.n if n > 32768]:
         parser.error(f"--n: {wrong} is more than 32768")
     return arguments
@@ -172,10 +196,10 @@ def compiled_once(candidates: Iterable[Launch]) -> set[Launch]:
 
 def compile_candidate(search: Search, candidate: Launch) -> None:
     """Run a candidate once on a few rows, in a process of its own: fills Triton's disk cache."""
-    problem = Problem.random(replace(search.case, rows=3 * candidate.rows), "cuda")
     launches.use(torch.device("cuda", 0), search.key, candidate)
     with contextlib.suppress(triton.runtime.errors.OutOfResources):  # fastest() leaves it out too
-        problem.results(functional.norm)
+        for case in search.served:
+            Problem.random(replace(case, rows=3 * candidate.rows), "cuda").results(functional.norm)
 
 
 def fastest(
@@ -183,19 +207,24 @@ def fastest(
 ) -> tuple[Launch | None, float, float]:
     """The launch with the smallest median time, that time, and the time of the present launch.
 
-    The first is None if no candidate runs on this GPU and is right.
+    Of a launch that serves several cases, the times are added up. The first is None if no
+    candidate runs on this GPU and is right.
     """
-    checked = Problem.random(replace(search.case, rows=CHECKED_ROWS), device)
-    timed = make_arm(search, device)
-    present = median(timer.gpu_us(timed, 30, cold=True))
+    checked = [Problem.random(replace(c, rows=CHECKED_ROWS), device) for c in search.served]
+    arms = [make_arm(case, search.direction, device) for case in search.served]
+
+    def us(calls: int) -> float:
+        return sum(median(timer.gpu_us(arm, calls, cold=True)) for arm in arms)
+
+    present = us(30)
     times, right = {}, {}
     for candidate in search.candidates(launches.gpu(device)):
         launches.use(device, search.key, candidate)
         compiled = replace(candidate, programs_per_sm=1)
         if compiled not in right:
-            right[compiled] = is_right(search, checked)
+            right[compiled] = all(is_right(search, problem) for problem in checked)
         if right[compiled]:
-            times[candidate] = median(timer.gpu_us(timed, 8, cold=True))
+            times[candidate] = us(8)
     if not times:
         return None, present, present
     finalists = sorted(times, key=times.get)[:FINALISTS]
@@ -203,7 +232,7 @@ def fastest(
     for _ in range(5):
         for candidate in finalists:
             launches.use(device, search.key, candidate)
-            samples[candidate] += timer.gpu_us(timed, 15, cold=True)
+            samples[candidate].append(us(15))
     best = min(finalists, key=lambda candidate: median(samples[candidate]))
     launches.use(device, search.key, best)
     return best, median(samples[best]), present
@@ -220,9 +249,8 @@ def is_right(search: Search, problem: Problem) -> bool:
     return right and launcher.spills(search.kernel) == 0
 
 
-def make_arm(search: Search, device: torch.device) -> Arm:
-    """The pass by itself, without autograd, on inputs of the case's size."""
-    case = search.case
+def make_arm(case: Case, direction: str, device: torch.device) -> Arm:
+    """A pass by itself, without autograd, on inputs of the case's size."""
     x, out = (getattr(torch, name) for name in (case.x_dtype, case.out_dtype))
     residual = case.residual_dtype and getattr(torch, case.residual_dtype)
 
@@ -233,7 +261,7 @@ def make_arm(search: Search, device: torch.device) -> Arm:
     branch, stream = normal(x, *shape), normal(residual, *shape)
     weight = normal(getattr(torch, case.weight_dtype), case.n)
     rstd = torch.rand(case.rows, device=device) + 0.5
-    if search.direction == "forward":
+    if direction == "forward":
         y, h = branch.to(out), None if stream is None else torch.empty_like(stream)
         return Arm(lambda _: triton_rms_norm.forward(branch, stream, weight, EPS, y, h, rstd))
     h = branch if stream is None else stream

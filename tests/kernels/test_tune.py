@@ -20,7 +20,8 @@ def test_candidates_fit_the_gpu(n):
         for launch in candidates:
             elements = launch.rows * launch.columns / (32 * launch.warps)
             assert 8 <= elements <= 32
-            assert launch.columns >= min(n, 8192) or search.direction == "backward"
+            if search.direction == "forward":
+                assert launch.columns >= min(n, 1024)
             if search.direction == "backward":
                 reads = (getattr(torch, dtype) for dtype in search.case.traffic("backward")[0])
                 tile = launch.rows * launch.columns * sum(dtype.itemsize for dtype in reads)
@@ -54,6 +55,7 @@ def test_keys_are_those_that_launches_are_looked_up_by():
         (["--n", "0,768"], "--n: '0' is not a whole number of at least 1"),
         (["--n", "wide"], "--n: 'wide' is not a whole number of at least 1"),
         (["--forms", "norm,nosuch"], "--forms: there is no nosuch; there are norm, add"),
+        (["--passes", "sideways"], "--passes: there is no sideways; there are forward, backward"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
