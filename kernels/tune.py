@@ -44,12 +44,16 @@ class Search:
     direction: str
 
     @property
+    def stream(self) -> torch.dtype:
+        """Of what is normalised."""
+        return getattr(torch, self.case.residual_dtype or self.case.x_dtype)
+
+    @property
     def key(self) -> str:
-        stream = getattr(torch, self.case.residual_dtype or self.case.x_dtype)
-        out = getattr(torch, self.case.out_dtype)
+        n, out = self.case.n, getattr(torch, self.case.out_dtype)
         if self.direction == "forward":
-            return launches.forward_key(self.case.n, stream, out)
-        return launches.backward_key(self.case.n, stream, out, self.case.residual_dtype is not None)
+            return launches.forward_key(n, self.stream, out)
+        return launches.backward_key(n, self.stream, out, self.case.residual_dtype is not None)
 
     @property
     def served(self) -> list[Case]:
@@ -62,19 +66,26 @@ class Search:
         ]
 
     @property
+    def checked(self) -> list[Case]:
+        """What the launch must be right for, and keep to the registers: a wider weight, too."""
+        wider = (replace(case, weight_dtype="float32") for case in self.served)
+        return list(dict.fromkeys([*self.served, *wider]))
+
+    @property
     def kernel(self):
         if self.direction == "forward":
             return triton_rms_norm._rms_norm_forward_kernel
         return triton_rms_norm._rms_norm_backward_kernel
 
     def candidates(self, gpu: launches.Gpu) -> Iterator[Launch]:
-        """Launches with 8 to 32 elements a thread whose tiles of prefetch fit shared memory.
+        """Launches of 16 bytes to 32 elements a thread whose tiles of prefetch fit shared memory.
 
         Rows are one tile, or blocks: from 1024 columns on in the forward, where a program reads
         its row's blocks twice; only where they do not fit in the backward.
         """
         n, forward = self.case.n, self.direction == "forward"
         read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
+        least = 16 // self.stream.itemsize
         whole = triton.next_power_of_2(n)
         if forward:
             blocks = {columns for columns in (whole // 4, whole // 2) if columns >= 1024}
@@ -83,7 +94,7 @@ class Search:
         for columns in blocks | ({whole} if whole <= (32768 if forward else 16384) else set()):
             for rows, warps in product((2**i for i in range(8)), (1, 2, 4, 8, 16, 32)):
                 tile = rows * columns
-                if not (512 <= tile <= max(16384, columns) and 8 <= tile // (32 * warps) <= 32):
+                if not (512 <= tile <= max(16384, columns) and least <= tile // (32 * warps) <= 32):
                     continue
                 if forward:
                     yield Launch(rows, columns, warps)
@@ -198,7 +209,7 @@ def compile_candidate(search: Search, candidate: Launch) -> None:
     """Run a candidate once on a few rows, in a process of its own: fills Triton's disk cache."""
     launches.use(torch.device("cuda", 0), search.key, candidate)
     with contextlib.suppress(triton.runtime.errors.OutOfResources):  # fastest() leaves it out too
-        for case in search.served:
+        for case in search.checked:
             Problem.random(replace(case, rows=3 * candidate.rows), "cuda").results(functional.norm)
 
 
@@ -210,7 +221,7 @@ def fastest(
     Of a launch that serves several cases, the times are added up. The first is None if no
     candidate runs on this GPU and is right.
     """
-    checked = [Problem.random(replace(c, rows=CHECKED_ROWS), device) for c in search.served]
+    checked = [Problem.random(replace(c, rows=CHECKED_ROWS), device) for c in search.checked]
     arms = [make_arm(case, search.direction, device) for case in search.served]
 
     def us(calls: int) -> float:

@@ -19,7 +19,8 @@ def test_candidates_fit_the_gpu(n):
         assert len(candidates) == len(set(candidates))
         for launch in candidates:
             elements = launch.rows * launch.columns / (32 * launch.warps)
-            assert 8 <= elements <= 32
+            assert elements * search.stream.itemsize >= 16
+            assert elements <= 32
             if search.direction == "forward":
                 assert launch.columns >= min(n, 1024)
             if search.direction == "backward":
