@@ -228,7 +228,9 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw, launch=launch) -> None:
     n = int(h.shape[-1])
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
-    if launch is not record:
+    # Triton would lay out a tile of one row as it loads its weight, if that is wider than the rest.
+    wider = weight is not None and weight.element_size() > min(h.element_size(), dy.element_size())
+    if launch is not record and not wider:
         tile = thinned(tile, rows, n, properties.multiprocessors)
     blocks = _blocks(n, tile.columns)
     wave = max(1, tile.programs_per_sm * properties.multiprocessors // blocks)

@@ -75,6 +75,13 @@ def test_what_is_recorded_for_a_gpu_gives_the_same_bits():
     assert done.returncode == 0, done.stderr
 
 
+def test_few_rows_are_laid_out_as_many():
+    """On any machine: the kernels are only compiled."""
+    done = python("-m", "tests.kernels.layouts", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert "backward 768" in done.stdout
+
+
 def test_is_an_operator_where_operators_are_recorded(device):
     """A launch by itself would leave no trace: what was recorded would return unwritten memory."""
     x, other = torch.randn(2, 5, 96, device=device)
