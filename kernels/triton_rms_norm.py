@@ -190,8 +190,11 @@ def _rms_norm_forward_kernel(
             tl.store(h_ptr + at, rounded, inside)
             h = rounded.to(COMPUTE)
         squares += h * h
-    if HAS_WEIGHT and N <= COLUMNS:  # asked for now, it is there when the sum is
-        weight = tl.load(weight_ptr + column, column < N, 0.0)
+    EARLY: tl.constexpr = N <= 4 * COLUMNS  # more would not fit the registers
+    weights = ()
+    if HAS_WEIGHT and EARLY:  # asked for now, they are there when the sum is
+        for start in tl.static_range(0, N, COLUMNS):
+            weights += (tl.load(weight_ptr + start + column, start + column < N, 0.0),)
     rstd = tl.rsqrt(_sum(squares, 1) / N + EPS)
     if SAVE_RSTD:
         tl.store(rstd_ptr + row, rstd, row < n_rows)
@@ -204,11 +207,11 @@ def _rms_norm_forward_kernel(
             if HAS_RESIDUAL:
                 residual = tl.load(residual_ptr + at, inside, 0.0, eviction_policy=SECOND)
                 h = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty).to(COMPUTE)
-            if HAS_WEIGHT:
-                weight = tl.load(weight_ptr + start + column, start + column < N, 0.0)
         y = h * rstd
-        if HAS_WEIGHT:
-            y *= weight.to(COMPUTE)
+        if HAS_WEIGHT and EARLY:
+            y *= weights[start // COLUMNS].to(COMPUTE)
+        elif HAS_WEIGHT:
+            y *= tl.load(weight_ptr + start + column, start + column < N, 0.0).to(COMPUTE)
         tl.store(y_ptr + at, _round(y, y_ptr.dtype.element_ty), inside)
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 import torch
 import triton
@@ -218,14 +218,14 @@ def fastest(
 ) -> tuple[Launch | None, float, float]:
     """The launch with the smallest median time, that time, and the time of the present launch.
 
-    Of a launch that serves several cases, the times are added up. The first is None if no
-    candidate runs on this GPU and is right.
+    Of a launch that serves several cases, a time is their geometric mean. The first is None if
+    no candidate runs on this GPU and is right.
     """
     checked = [Problem.random(replace(c, rows=CHECKED_ROWS), device) for c in search.checked]
     arms = [make_arm(case, search.direction, device) for case in search.served]
 
     def us(calls: int) -> float:
-        return sum(median(timer.gpu_us(arm, calls, cold=True)) for arm in arms)
+        return geometric_mean(median(timer.gpu_us(arm, calls, cold=True)) for arm in arms)
 
     present = us(30)
     times, right = {}, {}
