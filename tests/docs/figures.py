@@ -149,7 +149,7 @@ def passes(shown: Rows) -> Rows:
 def launches(shown: Rows) -> Rows:
     [found] = json.loads((TUNED / "sm_90.json").read_text()).values()
     keys = {
-        "forward": ["rows", "warps"],
+        "forward": ["rows", "columns", "warps"],
         "backward": ["rows", "warps", "programs_per_sm", "stages"],
     }
     return [
