@@ -205,15 +205,16 @@ def measure(case: Case, norms: list[str] | None, passes: list[str], timer: Timer
         candidate.check(problem)
     problem.expected.clear()
 
-    arms = {}
-    for index, candidate in enumerate(found):
-        if candidate.reason is None:
-            candidate.host_us = host_time(problem, candidate.norm)
-            for direction in passes:
-                arms[index, direction] = make_arm(problem, candidate.norm, direction)
+    right = {index: candidate for index, candidate in enumerate(found) if candidate.reason is None}
+    arms = {
+        (index, direction): make_arm(problem, candidate.norm, direction)
+        for index, candidate in right.items()
+        for direction in passes
+    }
     for direction in passes:
         arms["ceiling", direction] = stream_arm(case, direction, timer)
     cold, warm = time_in_rounds(arms, timer)
+    measure_host_times(problem, list(right.values()))
     return [
         make_row(
             case, direction, candidate, cold["ceiling", direction], cold.get(key), warm.get(key)
@@ -224,14 +225,17 @@ def measure(case: Case, norms: list[str] | None, passes: list[str], timer: Timer
     ]
 
 
-def host_time(problem: Problem, norm: Norm) -> float:
-    """Median microseconds that the host needs to queue one forward and backward."""
-
-    def call() -> None:
-        problem.backward(problem.forward(norm))
-
-    host_us(call, bursts=1)
-    return report.percentiles(host_us(call))["p50"]
+def measure_host_times(problem: Problem, candidates: list[Candidate]) -> None:
+    """Fill in the median microseconds that the host needs to queue one forward and backward."""
+    times = {index: [] for index in range(len(candidates))}
+    order, shuffle = list(times), random.Random(0).shuffle
+    for _ in range(ROUNDS):
+        shuffle(order)
+        for index in order:
+            norm = candidates[index].norm
+            times[index] += host_us(lambda norm=norm: problem.backward(problem.forward(norm)))
+    for index, candidate in enumerate(candidates):
+        candidate.host_us = report.percentiles(times[index])["p50"]
 
 
 def make_arm(problem: Problem, norm: Norm, direction: str) -> Arm:

@@ -76,19 +76,18 @@ class Timer:
         return start, end
 
 
-def host_us(call: Callable, *, bursts: int = 10, calls: int = 10) -> list[float]:
+def host_us(call: Callable, calls: int = 10) -> list[float]:
     """Wall-clock microseconds that the host needs for each call, the GPU's own time left out.
 
-    The GPU is waited for before each burst, not within one: calls only queue their kernels, and a
-    burst is short enough for the queue (about a thousand launches) never to be full.
+    The GPU is waited for before the calls, not between them: they only queue their kernels, and
+    are few enough for the queue (about a thousand launches) never to be full.
     """
+    torch.cuda.synchronize()
     times = []
-    for _ in range(bursts):
-        torch.cuda.synchronize()
-        for _ in range(calls):
-            start = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - start))
+    for _ in range(calls):
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
     torch.cuda.synchronize()
     return times
 
