@@ -104,6 +104,10 @@ def _read(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError):
         raise ValueError("is cut short.") from None
+    except OSError:
+        raise
+    except Exception:  # it asks zipfile for what no checkpoint does: a password, another packing
+        damaged = "its table of contents"
     if damaged:
         raise ValueError(f"is damaged: {damaged} in it is not what was written.")
     try:

@@ -179,16 +179,17 @@ class Trials:
         start.send(signal.SIGKILL)
         return start.end().status == -signal.SIGKILL
 
-    def differs(self, run: Path) -> str | None:
-        """What differs from the undisturbed run, bit for bit, or None."""
+    def differs(self, run: Path, undisturbed: Path | None = None) -> str | None:
+        """What differs from an undisturbed run (the reference), bit for bit, or None."""
+        undisturbed = undisturbed or self.reference
         if not (run / "last.ckpt").exists():
             return f"there is no {run / 'last.ckpt'}"
-        expected, got = (read_metrics(r / "metrics.csv") for r in (self.reference, run))
+        expected, got = (read_metrics(r / "metrics.csv") for r in (undisturbed, run))
         for key in ("loss", "val_loss"):
             values = {step: row[key] for step, row in expected.items() if key in row}
             if any(got.get(step, {}).get(key) != value for step, value in values.items()):
                 return f"{key} of {run}"
-        a, b = (_weights(r) for r in (self.reference, run))
+        a, b = (_weights(r) for r in (undisturbed, run))
         return None if all(torch.equal(a[k], b[k]) for k in a) else f"weights of {run}"
 
 

@@ -46,6 +46,16 @@ def test_bad_input_is_answered_in_sentences(saved, tmp_path, capsys):
     assert str(path) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("field", [6, 8, 10])  # version, flags and packing of its first part
+def test_a_checkpoint_whose_table_of_contents_is_damaged_is_refused(saved, tmp_path, capsys, field):
+    path = saved()
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + field] ^= 255
+    path.write_bytes(content)
+    assert command(export, "export", ["--ckpt", str(path), "--out", str(tmp_path)]) == 2
+    assert f"{path} is damaged: its table of contents" in capsys.readouterr().err
+
+
 def test_a_disk_that_is_full(saved, tmp_path, capsys, monkeypatch):
     def full(*_, **__) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
