@@ -1,7 +1,8 @@
 """Tokenises a source once into memory-mapped token files, and finds them again by a key.
 
 A cache is a folder with `train.bin`, `validation.bin` and `meta.json`. It appears under its final
-name by one rename, when complete, so what an interrupted run leaves behind is never read.
+name by one rename, when complete, so what an interrupted run leaves behind is never read. Files
+that were written to since, or copied, are compared with their checksums.
 """
 
 import errno
@@ -12,6 +13,7 @@ import os
 import re
 import shutil
 import uuid
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -168,8 +170,10 @@ def _open(folder: Path) -> TokenCache | None:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         for split, count in meta["tokens"].items():
-            size = (folder / f"{split}.bin").stat().st_size
-            if size != count * np.dtype(meta["dtype"]).itemsize:
+            file, written = folder / f"{split}.bin", meta["written"][split]
+            if file.stat().st_size != count * np.dtype(meta["dtype"]).itemsize:
+                return None
+            if file.stat().st_mtime_ns != written["mtime_ns"] and _crc32(file) != written["crc32"]:
                 return None
         documents = meta["documents"]
     except (FileNotFoundError, ValueError, KeyError):
@@ -179,6 +183,14 @@ def _open(folder: Path) -> TokenCache | None:
         for split in ("train", "validation")
     )
     return TokenCache(folder, train, validation, documents)
+
+
+def _crc32(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as content:
+        while part := content.read(2**20):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _build(
@@ -220,11 +232,16 @@ def _build(
                 count = int(lengths["validation"].sum())
                 _move_end(count, dtype, partial / "train.bin", partial / "validation.bin")
             shutil.rmtree(scratch)
+            files = {split: partial / f"{split}.bin" for split in lengths}
             meta = meta | {
                 "source": str(source),
                 "dtype": dtype.name,
                 "documents": {split: len(counts) for split, counts in lengths.items()},
                 "tokens": {split: int(counts.sum()) for split, counts in lengths.items()},
+                "written": {
+                    split: {"mtime_ns": file.stat().st_mtime_ns, "crc32": _crc32(file)}
+                    for split, file in files.items()
+                },
             }
             with _written(partial / "meta.json") as file:
                 file.write(json.dumps(meta, indent=2).encode())

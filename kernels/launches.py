@@ -200,11 +200,13 @@ def read_launches(file: Path) -> dict[str, dict[str, Launch]]:
             name: {key: Launch(**launch) for key, launch in launches.items()}
             for name, launches in content.items()
         }
-        numbers = [
-            v for launches in found.values() for x in launches.values() for v in asdict(x).values()
-        ]
-        if not all(isinstance(number, int) and number > 0 for number in numbers):
+        tiles = [launch for launches in found.values() for launch in launches.values()]
+        numbers = [number for tile in tiles for number in asdict(tile).values()]
+        if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError("a launch holds what is not a positive whole number")
+        powers = [v for x in tiles for v in (x.rows, x.columns, x.warps)]
+        if any(power & (power - 1) for power in powers):
+            raise ValueError("rows, columns and warps have to be powers of two")
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not hold launches of {sorted(names)}: {error}") from error
     return found
@@ -214,19 +216,20 @@ def read_launches(file: Path) -> dict[str, dict[str, Launch]]:
 def known_launches(device: torch.device) -> dict[str, Launch]:
     """Launches by key for a GPU: those measured for its architecture, then those tuned on it.
 
-    A tuned file that cannot be read is said to be so, and left out.
+    A file that cannot be read is said to be so, and left out.
     """
-    measured = MEASURED / f"{gpu(device).architecture}.json"
     found = {}
-    if measured.exists():
-        for launches in read_launches(measured).values():
-            found |= launches
-    try:
-        found |= read_launches(tuned_file()).get(tuned_for(device), {})
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        log.warning("Tuned launches are not used: %s. Tune again, or delete the file.", error)
+    for file in (MEASURED / f"{gpu(device).architecture}.json", tuned_file()):
+        try:
+            tables = read_launches(file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            log.warning("Launches are not used: %s. Tune again, or restore the file.", error)
+            continue
+        for name, launches in tables.items():
+            if file.parent == MEASURED or name == tuned_for(device):
+                found |= launches
     return found
 
 

@@ -103,11 +103,11 @@ def _read(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError):
-        raise ValueError("is cut short.") from None
+        raise ValueError("is cut short or damaged.") from None
     except OSError:
         raise
     except Exception:  # it asks zipfile for what no checkpoint does: a password, another packing
-        damaged = "its table of contents"
+        raise ValueError("is damaged: its table of contents is not what was written.") from None
     if damaged:
         raise ValueError(f"is damaged: {damaged} in it is not what was written.")
     try:
@@ -135,7 +135,7 @@ def offer(path: Path) -> str:
         return f"There is no whole checkpoint beside it in {path.parent}."
     newest = max(steps, key=steps.get)
     return (
-        f"{newest}, of step {steps[newest]}, is whole: a new run goes on from it with "
+        f"{newest}, of step {steps[newest]}, is whole: train.py goes on from it with "
         f"--ckpt_path {newest}."
     )
 

@@ -201,7 +201,13 @@ def _default_precision(accelerator: Any) -> str:
 
 def last_run(root: Path, name: str) -> Path:
     """Directory of the newest run called `name`, which has to have a checkpoint."""
-    run = newest_run(root, name, lambda path: _name_of(path) == name)
+    run = newest_run(root, name, lambda path: _may_be_called(path, name))
+    if run is not None and _name_of(run) is None:
+        raise UserError(
+            f"{run / 'config.yaml'} cannot be read, so that this may be the newest run of this "
+            f"name, or one of another.",
+            offer(run / "last.ckpt"),
+        )
     if run is None:
         raise UserError(
             f"There is no run {root / name} to resume: none in {root}/ has the name {name!r} in "
@@ -240,6 +246,12 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in settings.items():
         flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
     return flat
+
+
+def _may_be_called(run: Path, name: str) -> bool:
+    """Whether a run has this name, or has checkpoints and a name that cannot be read."""
+    found = _name_of(run)
+    return found == name or (found is None and any(run.glob("*.ckpt")))
 
 
 def _name_of(run: Path) -> str | None:

@@ -32,6 +32,8 @@ def export(ckpt: str, out: str) -> None:
         raise UserError("--out is empty: name a folder to write to.")
     gpt, checkpoint = load_gpt(Path(ckpt))
     folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder} is a file: name a folder to write to.")
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight for name, weight in gpt.state_dict().items() if name != TIED}
     about = {"tokenizer": checkpoint.get("tokenizer"), "steps": checkpoint["global_step"]}

@@ -261,6 +261,18 @@ def test_last_is_the_newest_run_that_began_under_this_name(run, tmp_path):
     assert set(losses(tmp_path / "mine-2")) == {1, 2}
 
 
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("model: ["), Path.unlink])
+def test_last_is_no_older_run_where_the_newest_has_no_name(run, tmp_path, capsys, damage):
+    for _ in range(2):
+        assert run("--name", "mine", "--trainer.max_steps", "1") == 0
+    damage(tmp_path / "mine-2" / "config.yaml")
+    assert run("--name", "mine", "--ckpt_path", "last", "--trainer.max_steps", "3") == 2
+    told = capsys.readouterr().err
+    assert "mine-2/config.yaml cannot be read" in told
+    assert f"--ckpt_path {tmp_path / 'mine-2' / 'last.ckpt'}" in told
+    assert set(losses(tmp_path / "mine")) == {1}
+
+
 class Spoil(Callback):
     """Makes the MLP's gradient infinite, in step `step` alone."""
 

@@ -18,6 +18,7 @@ from kernels.bench.targets import PEERS, Verdict, by_case, judge
 RESULTS, CSV, PLOT, TABLES = "kernels.json", "kernels.csv", "kernels.png", "kernels.md"
 # Runs are only put together if these agree: figures from two GPUs do not belong in one table.
 SAME_ENVIRONMENT = ("gpu", "driver_version", "torch", "triton", "liger", "quack", "git_revision")
+ROW = {"group", "op", "pass", "impl", "mode", "rows", "n", "x_dtype", "residual_dtype", "us"}
 IMPLEMENTATIONS = ("triton", *PEERS, "eager", "triton-atomic")
 COLORS = ("#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#999999", "#E69F00")
 PLOTTED_GROUPS = ("design", "widths", "sweep")
@@ -51,9 +52,19 @@ def percentiles(samples: list[float] | list[list[float]]) -> dict[str, float]:
 
 def load(folder: Path) -> dict:
     """The results in a folder. ValueError if its kernels.json is not one of ours."""
-    results = json.loads((folder / RESULTS).read_text())
-    if not {"environment", "rows"} <= results.keys():
-        raise ValueError(f"{folder / RESULTS} has no environment and rows: not a benchmark's file")
+    path = folder / RESULTS
+    try:
+        results = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not what a benchmark writes: {error}") from error
+    try:
+        parts = [(results["environment"], {"gpu"}), *((row, ROW) for row in results["rows"])]
+        lacking = set().union(*(keys - part.keys() for part, keys in parts))
+    except (KeyError, TypeError, AttributeError):
+        lacking = {"environment", "rows"}
+    if lacking:
+        names = ", ".join(sorted(lacking))
+        raise ValueError(f"{path} is not what a benchmark writes: it lacks {names}")
     return results
 
 

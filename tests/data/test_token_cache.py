@@ -292,7 +292,16 @@ def drop_documents(folder):
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-@pytest.mark.parametrize("damage", [truncate, drop_meta, garble_meta, drop_tokens, drop_documents])
+def change_a_token(folder):
+    with (folder / "train.bin").open("r+b") as file:
+        file.seek(4)
+        file.write(b"\xff\xff")
+
+
+DAMAGES = [truncate, drop_meta, garble_meta, drop_tokens, drop_documents, change_a_token]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_is_built_again(file, prepare, damage):
     damage(prepare(file).caches[0].path)
     tokens = prepare(file).caches[0]

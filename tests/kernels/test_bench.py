@@ -281,6 +281,25 @@ def test_results_survive_the_file(results, tmp_path):
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["kernels.json"]
 
 
+@pytest.mark.parametrize(
+    ("content", "lacks"),
+    [
+        ("{", "Expecting"),
+        ("[]", "environment"),
+        ('{"environment": {}, "rows": []}', "it lacks gpu"),
+        ('{"environment": {"gpu": "x"}, "rows": [{"group": "x"}]}', "it lacks impl, mode, n, op"),
+    ],
+)
+def test_what_no_benchmark_has_written_is_named(tmp_path, capsys, content, lacks):
+    (tmp_path / "kernels.json").write_text(content)
+    with pytest.raises(SystemExit) as exit_:
+        report.main([str(tmp_path)])
+    assert exit_.value.code == 2
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'kernels.json'} is not what a benchmark writes" in told
+    assert lacks in told
+
+
 def test_report_makes_every_file_from_the_json(results, tmp_path, capsys):
     report.save(results, tmp_path)
     assert report.main([str(tmp_path)]) == 0

@@ -110,6 +110,8 @@ def test_what_was_tuned_with_another_triton_is_stale(tuned, device):
         '{"gpu": 3}',
         '{"gpu": {"key": {"rows": 1}}}',
         '{"gpu": {"key": {"rows": -1, "columns": 2, "warps": 4}}}',
+        '{"gpu": {"key": {"rows": true, "columns": 2, "warps": 4}}}',
+        '{"gpu": {"key": {"rows": 1, "columns": 2, "warps": 3}}}',
     ],
 )
 def test_a_corrupt_file_is_named_and_left_out(tuned, device, content, caplog):
@@ -118,6 +120,18 @@ def test_a_corrupt_file_is_named_and_left_out(tuned, device, content, caplog):
     with caplog.at_level(logging.WARNING):
         assert not launches.known_launches(device).keys() & MINE.keys()
     assert str(tuned) in caplog.text
+
+
+def test_a_corrupt_table_of_the_project_is_named_and_left_out(
+    tuned, device, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(launches, "MEASURED", tmp_path)
+    file = tmp_path / f"{launches.gpu(device).architecture}.json"
+    file.write_text("{")
+    save(MINE, device, tuned)
+    with caplog.at_level(logging.WARNING):
+        assert launches.known_launches(device) == MINE
+    assert str(file) in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(tuned, device):
