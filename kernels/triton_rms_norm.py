@@ -30,7 +30,7 @@ from kernels.launches import backward_launch, forward_launch, gpu, reduce_launch
 
 INTERPRETED = tl.constexpr(interpreter.INTERPRETED)
 
-# One compiled kernel serves every batch size and every stride (Inductor compiles it as it likes).
+# One compiled kernel serves most batch sizes and strides (Inductor compiles it as it likes).
 _INTEGERS = ["n_rows", "size1", "size2", "stride0", "stride1", "stride2"]
 
 
@@ -231,7 +231,7 @@ def backward(dy, dh, h, weight, rstd, dx, dr, dw, launch=launch) -> None:
     n = int(h.shape[-1])
     properties = gpu(h.device)
     tile = backward_launch(h.device, n, h.dtype, dy.dtype, dh is not None, rstd.dtype)
-    # Triton would lay out a tile of one row as it loads its weight, if that is wider than the rest.
+    # With a weight wider than the rest, Triton lays out a tile of one row unlike one of several.
     wider = weight is not None and weight.element_size() > min(h.element_size(), dy.element_size())
     if launch is not record and not wider:
         tile = thinned(tile, rows, n, properties.multiprocessors)
