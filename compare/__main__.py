@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         status = BAD_INPUT
     except OSError as error:  # such as a full disk
         print(f"error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
-        status = FAILS
+        status = BAD_INPUT
     except SystemExit as end:  # argparse's, after --help and for a flag without its value
         status = end.code or 0
     except KeyboardInterrupt:

@@ -173,11 +173,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="file that the launches are added to; by default the one that later runs read",
     )
     arguments = parser.parse_args(argv)
-    for flag, known in (("forms", FORMS), ("passes", PASSES)):
-        if unknown := ", ".join(set(getattr(arguments, flag)) - set(known)):
-            parser.error(f"--{flag}: there is no {unknown}; there are {', '.join(known)}")
+    problems = [
+        f"--{flag}: there is no {', '.join(unknown)}; there are {', '.join(known)}"
+        for flag, known in (("forms", FORMS), ("passes", PASSES))
+        if (unknown := set(getattr(arguments, flag)) - set(known))
+    ]
     if wrong := [n for n in arguments.n if n > 32768]:
-        parser.error(f"--n: {wrong} is more than 32768")
+        problems.append(f"--n: {wrong} is more than 32768")
+    if arguments.out.is_dir():
+        problems.append(f"--out: {arguments.out} is a folder; name a file")
+    if problems:
+        parser.error("\n".join(problems))
     return arguments
 
 

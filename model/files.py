@@ -16,7 +16,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary path beside `path` to write to, which takes its place when the block ends.
 
     If the block raises, `path` is left as it was and the temporary file is removed. An OSError
-    that says no file, as a full disk's does, gets the name of this one.
+    that says no file, as a full disk's does, or the temporary one gets the name of this one.
     """
     prefix = f"{_TEMPORARY}{path.stem}-"
     fd, name = tempfile.mkstemp(dir=path.parent, prefix=prefix, suffix=path.suffix)
@@ -27,8 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())  # mkstemp's files are private
         temporary.replace(path)
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
+        if error.errno is not None and error.filename in (None, name):
+            error.filename, error.filename2 = str(path), None
         raise
     finally:
         os.close(fd)

@@ -232,7 +232,7 @@ def test_a_full_disk_is_said(run, outcomes, monkeypatch, capsys):
         raise OSError(28, "No space left on device", "report.html")
 
     monkeypatch.setattr(main.report, "write", full)
-    assert run("parity") == 1
+    assert run("parity") == 2
     assert errors(capsys).endswith("error: report.html: No space left on device\n")
 
 

@@ -56,6 +56,8 @@ def test_keys_are_those_that_launches_are_looked_up_by():
         (["--n", "0,768"], "--n: '0' is not a whole number of at least 1"),
         (["--n", "wide"], "--n: 'wide' is not a whole number of at least 1"),
         (["--forms", "norm,nosuch"], "--forms: there is no nosuch; there are norm, add"),
+        (["--n", "65536", "--forms", "nosuch"], r"(?s)there is no nosuch.*--n: \[65536\]"),
+        (["--out", "."], r"--out: \. is a folder"),
         (["--passes", "sideways"], "--passes: there is no sideways; there are forward, backward"),
     ],
 )

@@ -116,6 +116,15 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_cannot_be_replaced_is_named(tmp_path):
+    folder = tmp_path / "file.txt"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError) as error, replacing(folder) as temporary:
+        temporary.write_text("new")
+    assert (error.value.filename, error.value.filename2) == (str(folder), None)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
 def test_newest_run_counts_as_create_run_does(tmp_path):
     assert newest_run(tmp_path / "none", "a") is None
     for expected in ("a", "a-2", "a-3"):
