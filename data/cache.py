@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import uuid
-import zlib
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -173,7 +172,8 @@ def _open(folder: Path) -> TokenCache | None:
             file, written = folder / f"{split}.bin", meta["written"][split]
             if file.stat().st_size != count * np.dtype(meta["dtype"]).itemsize:
                 return None
-            if file.stat().st_mtime_ns != written["mtime_ns"] and _crc32(file) != written["crc32"]:
+            changed = file.stat().st_mtime_ns != written["mtime_ns"]
+            if changed and _sha256(file) != written["sha256"]:
                 return None
         documents = meta["documents"]
     except (FileNotFoundError, ValueError, KeyError):
@@ -185,12 +185,9 @@ def _open(folder: Path) -> TokenCache | None:
     return TokenCache(folder, train, validation, documents)
 
 
-def _crc32(file: Path) -> int:
-    checksum = 0
+def _sha256(file: Path) -> str:
     with file.open("rb") as content:
-        while part := content.read(2**20):
-            checksum = zlib.crc32(part, checksum)
-    return checksum
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _build(
@@ -232,15 +229,15 @@ def _build(
                 count = int(lengths["validation"].sum())
                 _move_end(count, dtype, partial / "train.bin", partial / "validation.bin")
             shutil.rmtree(scratch)
-            files = {split: partial / f"{split}.bin" for split in lengths}
             meta = meta | {
                 "source": str(source),
                 "dtype": dtype.name,
                 "documents": {split: len(counts) for split, counts in lengths.items()},
                 "tokens": {split: int(counts.sum()) for split, counts in lengths.items()},
                 "written": {
-                    split: {"mtime_ns": file.stat().st_mtime_ns, "crc32": _crc32(file)}
-                    for split, file in files.items()
+                    split: {"mtime_ns": file.stat().st_mtime_ns, "sha256": _sha256(file)}
+                    for split in lengths
+                    for file in [partial / f"{split}.bin"]
                 },
             }
             with _written(partial / "meta.json") as file:

@@ -202,18 +202,18 @@ def _default_precision(accelerator: Any) -> str:
 def last_run(root: Path, name: str) -> Path:
     """Directory of the newest run called `name`, which has to have a checkpoint."""
     run = newest_run(root, name, lambda path: _may_be_called(path, name))
-    if run is not None and _name_of(run) is None:
-        raise UserError(
-            f"{run / 'config.yaml'} cannot be read, so that this may be the newest run of this "
-            f"name, or one of another.",
-            offer(run / "last.ckpt"),
-        )
     if run is None:
         raise UserError(
             f"There is no run {root / name} to resume: none in {root}/ has the name {name!r} in "
             f"its config.yaml."
         )
     last = run / "last.ckpt"
+    if _name_of(run) is None:
+        raise UserError(
+            f"{run / 'config.yaml'} cannot be read, so that this may be the newest run of this "
+            f"name, or one of another.",
+            offer(last),
+        )
     if not last.exists() and any(run.glob("*.ckpt")):
         raise UserError(f"{last}, of the newest run of this name, is gone.", offer(last))
     if not last.exists():

@@ -10,7 +10,7 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -228,12 +228,9 @@ def measure(case: Case, norms: list[str] | None, passes: list[str], timer: Timer
 def measure_host_times(problem: Problem, candidates: list[Candidate]) -> None:
     """Fill in the median microseconds that the host needs to queue one forward and backward."""
     times = {index: [] for index in range(len(candidates))}
-    order, shuffle = list(times), random.Random(0).shuffle
-    for _ in range(ROUNDS):
-        shuffle(order)
-        for index in order:
-            norm = candidates[index].norm
-            times[index] += host_us(lambda norm=norm: problem.backward(problem.forward(norm)))
+    for index in in_rounds(times):
+        norm = candidates[index].norm
+        times[index] += host_us(lambda norm=norm: problem.backward(problem.forward(norm)))
     for index, candidate in enumerate(candidates):
         candidate.host_us = report.percentiles(times[index])["p50"]
 
@@ -248,13 +245,18 @@ def make_arm(problem: Problem, norm: Norm, direction: str) -> Arm:
 def time_in_rounds(arms: dict, timer: Timer) -> tuple[dict, dict]:
     """Microseconds by arm, with a cold and with a warm L2: a list of samples for each round."""
     cold, warm = {key: [] for key in arms}, {key: [] for key in arms}
-    order, shuffle = list(arms), random.Random(0).shuffle
+    for key in in_rounds(arms):
+        cold[key].append(timer.gpu_us(arms[key], COLD_CALLS, cold=True))
+        warm[key].append(timer.gpu_us(arms[key], WARM_CALLS, cold=False))
+    return cold, warm
+
+
+def in_rounds(keys: Iterable) -> Iterator:
+    """The keys ROUNDS times, each time in another order."""
+    order, shuffle = list(keys), random.Random(0).shuffle
     for _ in range(ROUNDS):
         shuffle(order)
-        for key in order:
-            cold[key].append(timer.gpu_us(arms[key], COLD_CALLS, cold=True))
-            warm[key].append(timer.gpu_us(arms[key], WARM_CALLS, cold=False))
-    return cold, warm
+        yield from order
 
 
 def stream_arm(case: Case, direction: str, timer: Timer) -> Arm:

@@ -5,10 +5,8 @@ import re
 import pytest
 import torch
 
-from kernels.launches import Gpu
 from kernels.tune import FORMS, all_searches, compiled_once, main
-
-H200 = Gpu("NVIDIA H200", "sm_90", 132, 227 * 1024, dependent_launch=True)
+from tests.kernels.layouts import H200
 
 
 @pytest.mark.parametrize("n", [64, 769, 8192, 32768])
