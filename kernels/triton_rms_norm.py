@@ -166,7 +166,8 @@ def _rms_norm_forward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A program normalises ROWS rows. A row longer than COLUMNS is read in blocks, twice.
+    """A program normalises ROWS rows. A row longer than COLUMNS is read in blocks: short ones are
+    held in registers, those of 1024 columns or more are read twice. Each is faster there.
 
     The last rows come first: of what the kernel before has written, they are in the L2.
     """
@@ -176,20 +177,20 @@ def _rms_norm_forward_kernel(
     x_ptr += _row_offset(row, size1, size2, stride0, stride1, stride2, N, STRIDE_UNIT)
     column = tl.arange(0, COLUMNS)[None, :]
 
-    # What is read in blocks is read again soon; a single block never is.
-    FIRST: tl.constexpr = "evict_last" if N > COLUMNS else ""
+    TWICE: tl.constexpr = N > COLUMNS and COLUMNS >= 1024
+    FIRST: tl.constexpr = "evict_last" if TWICE else ""
     SECOND: tl.constexpr = "evict_first"
     squares = tl.full([ROWS, COLUMNS], 0.0, COMPUTE)
+    held = ()
     for start in tl.static_range(0, N, COLUMNS):
         inside = (row < n_rows) & (start + column < N)
         h = tl.load(x_ptr + start + column, inside, 0.0, eviction_policy=FIRST).to(COMPUTE)
         if HAS_RESIDUAL:
             at = row * N + start + column
             residual = tl.load(residual_ptr + at, inside, 0.0, eviction_policy=FIRST)
-            rounded = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty)
-            tl.store(h_ptr + at, rounded, inside)
-            h = rounded.to(COMPUTE)
+            h = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty).to(COMPUTE)
         squares += h * h
+        held += (h,)
     EARLY: tl.constexpr = N <= 4 * COLUMNS  # more would not fit the registers
     weights = ()
     if HAS_WEIGHT and EARLY:  # asked for now, they are there when the sum is
@@ -202,11 +203,14 @@ def _rms_norm_forward_kernel(
     for start in tl.static_range(0, N, COLUMNS):
         inside = (row < n_rows) & (start + column < N)
         at = row * N + start + column
-        if N > COLUMNS:
+        h = held[start // COLUMNS]
+        if TWICE:
             h = tl.load(x_ptr + start + column, inside, 0.0, eviction_policy=SECOND).to(COMPUTE)
             if HAS_RESIDUAL:
                 residual = tl.load(residual_ptr + at, inside, 0.0, eviction_policy=SECOND)
                 h = _round(h + residual.to(COMPUTE), h_ptr.dtype.element_ty).to(COMPUTE)
+        if HAS_RESIDUAL:
+            tl.store(h_ptr + at, _round(h, h_ptr.dtype.element_ty), inside)
         y = h * rstd
         if HAS_WEIGHT and EARLY:
             y *= weights[start // COLUMNS].to(COMPUTE)

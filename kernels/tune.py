@@ -80,15 +80,15 @@ class Search:
     def candidates(self, gpu: launches.Gpu) -> Iterator[Launch]:
         """Launches of 16 bytes to 32 elements a thread whose tiles of prefetch fit shared memory.
 
-        Rows are one tile, or blocks: from 1024 columns on in the forward, where a program reads
-        its row's blocks twice; only where they do not fit in the backward.
+        Rows are one tile, or blocks: in the forward of 256 columns and more that leave no rest, or
+        of 1024 and more, which are read twice; in the backward only where a tile does not fit.
         """
         n, forward = self.case.n, self.direction == "forward"
         read = sum(getattr(torch, name).itemsize for name in self.case.traffic(self.direction)[0])
         least = 16 // self.stream.itemsize
         whole = triton.next_power_of_2(n)
         if forward:
-            blocks = {columns for columns in (whole // 4, whole // 2) if columns >= 1024}
+            blocks = {c for c in (whole // 4, whole // 2) if c >= 1024 or (c >= 256 and n % c == 0)}
         else:
             blocks = {2048, 4096, 8192} if n > 8192 else set()
         for columns in blocks | ({whole} if whole <= (32768 if forward else 16384) else set()):

@@ -20,7 +20,7 @@ def test_candidates_fit_the_gpu(n):
             assert elements * search.stream.itemsize >= 16
             assert elements <= 32
             if search.direction == "forward":
-                assert launch.columns >= min(n, 1024)
+                assert launch.columns >= min(n, 256)
             if search.direction == "backward":
                 reads = (getattr(torch, dtype) for dtype in search.case.traffic("backward")[0])
                 tile = launch.rows * launch.columns * sum(dtype.itemsize for dtype in reads)
