@@ -1,10 +1,13 @@
-"""The tables of README.md and docs/kernel.md, from results/ and kernels/tuned/.
+"""The tables of README.md, docs/kernel.md and results/README.md, from results/ and kernels/tuned/.
 
 python -m tests.docs.figures    # rewrites them
 """
 
+import csv
 import itertools
 import json
+import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +167,41 @@ def launches(shown: Rows) -> Rows:
     ]
 
 
+def two_gpu_losses(shown: Rows) -> Rows:
+    def losses(pattern: str, name: str) -> list[float]:
+        runs = sorted((RESULTS / "h200-x2/train").glob(pattern), key=by_norm)
+        return [loss_of(run, name) for run in runs]
+
+    rows = []
+    for name, *_ in shown:
+        compared = name if name.startswith(("step", "validation")) else rows[-1][0]
+        one = losses("one-*", compared) + losses("null-*", compared)
+        mean, sd = statistics.mean(one), statistics.stdev(one)
+        two = [losses(f"{strategy}-*", compared) for strategy in ("ddp", "fsdp")]
+        if compared == name:
+            listed = [", ".join(f"{loss:.4f}" for loss in found) for found in two]
+            rows.append([name, f"{mean:.4f} ({sd:.4f})", *listed])
+        else:
+            error = sd * math.sqrt(1 + 1 / len(one))
+            off = [", ".join(f"{(loss - mean) / error:+.2f}" for loss in found) for found in two]
+            rows.append([name, "", *off])
+    return rows
+
+
+def by_norm(run: Path) -> int:
+    return NORMS.index(run.name.split("-")[1])
+
+
+def loss_of(run: Path, name: str) -> float:
+    """The validation loss of a run, or its training loss in "step 10"."""
+    if name == "validation":
+        return json.loads((run / "summary.json").read_text())["val_loss"]
+    with (run / "metrics.csv").open() as file:
+        return next(
+            float(row["loss"]) for row in csv.DictReader(file) if f"step {row['step']}" == name
+        )
+
+
 README, KERNEL = ROOT / "README.md", ROOT / "docs/kernel.md"
 TABLES: dict[tuple[Path, str], Callable[[Rows], Rows]] = {  # by page and how the header begins
     (README, "run | ms a step"): runs,
@@ -174,6 +212,7 @@ TABLES: dict[tuple[Path, str], Callable[[Rows], Rows]] = {  # by page and how th
     (README, "model on two GPUs"): two_gpus,
     (KERNEL, "rows x N"): passes,
     (KERNEL, "N, all bfloat16"): launches,
+    (RESULTS / "README.md", "loss |"): two_gpu_losses,
 }
 
 
