@@ -208,8 +208,8 @@ def _scaling(result: dict, found: dict) -> Section:
 _COMPILED_ON_SEVERAL = {
     "ddp": "torch.compile splits the model's graph where gradients are exchanged (ddp); that of "
     "the device that runs alone is whole.",
-    "fsdp": "Each block is compiled by itself (fsdp); the model of the device that runs alone is "
-    "one graph.",
+    "fsdp": "Each block is compiled by itself, as are output and loss (fsdp); the model of the "
+    "device that runs alone is one graph.",
 }
 
 

@@ -1,6 +1,7 @@
 """What can be wrong with the norm and the trainer's options: one sentence a problem."""
 
 import copy
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning import Trainer
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -112,12 +114,16 @@ def trainer_problems(settings: Namespace) -> list[str]:
     """What is wrong with settings.trainer, alone and together with settings.model."""
     trainer, problems = settings.trainer, []
     strategy = copy.copy(trainer.strategy)  # a Trainer leaves its mark on it
+    if strategy == "ModelParallelStrategy":  # by itself, no class for the parser
+        strategy = ModelParallelStrategy()
     try:
-        strategy = Trainer(**{**trainer, **PLAIN, "strategy": strategy}).strategy
+        plain = Trainer(**{**trainer, **PLAIN, "strategy": strategy})
     except Exception as error:  # such as an ImportError of what an accelerator needs
         problems.append(sentence(error))
     else:
-        problems += _strategy_problems(strategy, settings.model.compile)
+        problems += _process_problems(plain.num_devices, plain.num_nodes) or _strategy_problems(
+            plain.strategy, settings.model.compile
+        )
     problems += _monitor_problems(trainer.callbacks)
     if trainer.overfit_batches:
         problems.append(
@@ -170,11 +176,36 @@ def trainer_problems(settings: Namespace) -> list[str]:
     return problems
 
 
+def _process_problems(devices: int, nodes: int) -> list[str]:
+    """Why this many devices are not those that processes were started for, if they are not.
+
+    Processes too many would each train by itself, and write where another run has its checkpoints.
+    """
+    if TorchElasticEnvironment.detect():
+        launcher, started = "torchrun", TorchElasticEnvironment().world_size()
+    elif "SLURM_STEP_NUM_TASKS" in os.environ and SLURMEnvironment.detect():
+        launcher, started = "srun", int(os.environ["SLURM_STEP_NUM_TASKS"])
+    else:
+        return []
+    if started == devices * nodes:
+        return []
+    return [
+        f"{launcher} has started {started} processes, but trainer.devices is {devices} and "
+        f"trainer.num_nodes {nodes}: set --trainer.devices to the processes of a node, with "
+        f"--trainer.strategy ddp or ModelParallelStrategy, and --trainer.num_nodes to the nodes."
+    ]
+
+
 def _strategy_problems(strategy: Strategy, compile: bool | str) -> list[str]:
     if isinstance(strategy, FSDPStrategy):
         return [
             "trainer.strategy fsdp is PyTorch's first FSDP, whose flat shards hide which parameter "
             "is a matrix: use ModelParallelStrategy, which is FSDP2, or ddp."
+        ]
+    if getattr(strategy, "_start_method", "popen") != "popen":
+        return [
+            f"trainer.strategy starts its processes by {strategy._start_method}, from which no "
+            "results come back: use ddp."
         ]
     if not isinstance(strategy, ModelParallelStrategy):
         return []

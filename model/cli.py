@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning import Trainer
+from lightning.pytorch.utilities import rank_zero_only
 
 from data import TextDataModule
 from model.checkpoints import offer
@@ -56,10 +58,13 @@ def parse(argv: list[str]) -> tuple[ArgumentParser, Namespace]:
         raise UserError(*(f"--{flag} is empty: give it a value or leave it out." for flag in empty))
     name, config = first.name, first.config
     if config is None:
-        config = _default_config()
+        config = CONFIGS / ("small.yaml" if torch.cuda.is_available() else "tiny.yaml")
         name = name or f"{config.stem}-{first.norm}"
         if first.ckpt_path == "last":
             config = last_run(Path(first.root), name) / "config.yaml"
+        elif config.stem == "tiny" and rank_zero_only.rank == 0:
+            no_gpu = "No GPU: training configs/tiny.yaml (with a GPU: configs/small.yaml)."
+            print(no_gpu, file=sys.stderr)  # what --print_config prints is a config
         argv = ["--config", str(config), *argv]
     parser = build_parser()
     try:
@@ -183,14 +188,6 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def _default_config() -> Path:
-    if torch.cuda.is_available():
-        return CONFIGS / "small.yaml"
-    no_gpu = "No GPU: training configs/tiny.yaml (with a GPU: configs/small.yaml)."
-    print(no_gpu, file=sys.stderr)  # what --print_config prints is a config
-    return CONFIGS / "tiny.yaml"
-
-
 def _default_precision(accelerator: Any) -> str:
     """bfloat16 on GPUs that compute in it, scaled float16 on older ones, float32 on a CPU."""
     if not on_gpu(accelerator):
@@ -227,25 +224,25 @@ def last_run(root: Path, name: str) -> Path:
 def changed_settings(config: Path, now: str) -> list[str]:
     """What differs between a run's config.yaml, if it is there, and the settings in `now`, YAML."""
     try:
-        before = _flat(yaml.safe_load(config.read_text()))
+        before = yaml.safe_load(config.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    after = _flat(yaml.safe_load(now))
-    return [
-        f"{key} {after[key]} instead of {before[key]}"
-        for key in sorted(before.keys() & after.keys() - {"name"})
-        if before[key] != after[key]
-    ]
+    after = yaml.safe_load(now)
+    after.pop("name")
+    return sorted(_changes(before, after)) if isinstance(before, dict) else []
 
 
-def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    if not isinstance(settings, dict):
-        return {prefix: settings}
-    flat = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return flat
+def _changes(before: Any, after: Any, name: str = "") -> Iterator[str]:
+    """Differences in what both have, nested settings under dotted names."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in before.keys() & after.keys():
+            yield from _changes(before[key], after[key], f"{name}.{key}" if name else key)
+    elif before != after:
+        before, after = (
+            value["class_path"] if isinstance(value, dict) and "class_path" in value else value
+            for value in (before, after)
+        )
+        yield f"{name} {after} instead of {before}"
 
 
 def _may_be_called(run: Path, name: str) -> bool:

@@ -58,7 +58,7 @@ def test_two_processes_train_as_one_and_the_first_alone_writes(run, processes, t
 
 
 @needs_interpreter
-def test_a_run_goes_from_one_device_to_two_that_share_it_and_back(run, processes, tmp_path):
+def test_a_run_goes_from_one_device_to_two_that_share_it_and_back(run, processes, tmp_path, capsys):
     """FSDP2 under torchrun: weights, optimizer and data go on where they were."""
     assert run(*WHOLE) == 0
     assert run(*WHOLE[:-1], "parts", *interrupt(4)) == 130
@@ -68,6 +68,8 @@ def test_a_run_goes_from_one_device_to_two_that_share_it_and_back(run, processes
     checkpoint = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 8
     assert run(*WHOLE[:-2], *resume) == 0
+    changed = "trainer.strategy auto instead of lightning.pytorch.strategies.ModelParallelStrategy"
+    assert changed in capsys.readouterr().out
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for key in ("loss", "grad_norm"):
         assert losses(parts, key) == pytest.approx(losses(whole, key), **TOLERANCE)
@@ -101,10 +103,49 @@ def test_graphs_and_shards(run, capsys):
 
 @pytest.mark.parametrize(
     "flags",
-    [FSDP2[:-1], [*FSDP2[:2], FSDP2[2], "--trainer.strategy.tensor_parallel_size=2", FSDP2[4]]],
+    [
+        FSDP2[:2],
+        FSDP2[:-1],
+        [*FSDP2[:2], FSDP2[2], "--trainer.strategy.tensor_parallel_size=2", FSDP2[4]],
+    ],
 )
 def test_shards_over_all_devices_and_whole_checkpoints_only(run, capsys, flags):
     assert run(*flags) == 2
     shown = capsys.readouterr().err
     assert "--trainer.strategy.data_parallel_size 2" in shown
     assert "--trainer.strategy.save_distributed_checkpoint false" in shown
+
+
+LAUNCHERS = {
+    "torchrun": {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"},
+    "srun": {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_processes_that_would_each_train_by_itself_are_refused(
+    run, tmp_path, capsys, monkeypatch, launcher
+):
+    """They would write where an older run of the name has its checkpoints."""
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    assert run("--name", "old") == 2
+    shown = capsys.readouterr().err
+    assert f"{launcher} has started 2 processes, but trainer.devices is 1" in shown
+    assert not (tmp_path / "old").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    assert run("--name", "old", "--trainer.max_steps", "0") == 2
+    assert "processes" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_processes_whose_results_stay_with_them_are_refused(run, capsys, strategy):
+    assert run("--trainer.devices", "2", "--trainer.strategy", strategy) == 2
+    assert "from which no results come back: use ddp" in capsys.readouterr().err

@@ -245,11 +245,12 @@ def test_checkpoints_go_from_a_compiled_model_to_an_eager_one_and_back_twice(
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
-def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path):
+def test_resuming_without_a_config_uses_the_one_of_the_run(run, tmp_path, capsys):
     assert run("--name", "mine", "--model.n_embd", "24", "--trainer.max_steps", "2") == 0
     flags = ["--name", "mine", "--ckpt_path", "last", "--trainer.max_steps", "3"]
     assert train.main([*flags, "--trainer.default_root_dir", str(tmp_path)]) == 0
     assert set(losses(tmp_path / "mine")) == {1, 2, 3}
+    assert "configs/tiny.yaml" not in capsys.readouterr().err
 
 
 def test_last_is_the_newest_run_that_began_under_this_name(run, tmp_path):
