@@ -18,7 +18,7 @@ from compare import child, memory, parity, profile, report, scaling, sentences, 
 from compare.child import ChildError, Kept, Progress
 from compare.cli import Request, parse
 from compare.live import live
-from compare.setup import Settings
+from compare.setup import SCOPES, Settings, norm_sources
 from model import overview
 from model.environment import environment
 from model.errors import UserError
@@ -30,7 +30,7 @@ RESULTS, SUMMARY, UNFINISHED = "results.json", "summary.json", "unfinished"
 PARTS = (*sentences.PARTS, "scaling")
 KEYS = ("name", "scope", "stream_dtype", "baseline", "norms", "config", "environment", "missing")
 # Measurements of one folder come from the same code on the same hardware.
-SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision")
+SAME = ("gpu", "driver", "cpu", "python", "torch", "triton", "git_revision", "norm_sources")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -85,6 +85,8 @@ def compare(comparison: "Comparison") -> int:
     """Run the parts asked for, one after the other; results and report are there in any case."""
     jobs, failed, interrupted = list(comparison.jobs()), False, False
     print(f"Results go to {comparison.folder}/")
+    if again := comparison.measured_before():
+        print(f"Measured again, in place of what is there: {', '.join(again)}.")
     if comparison.request.settings.device.type != "cuda":
         print(f"{NO_FINDING} Fewer rounds and shorter trainings run here.")
     try:
@@ -164,6 +166,8 @@ class Comparison:
             UserError: if another process is at work in that folder.
         """
         name, about = f"compare-{request.settings.name}", environment()
+        if sources := norm_sources(request.settings.norms):
+            about["norm_sources"] = sources
 
         def continues(folder: Path) -> bool:
             found = list(map(read, result_files(folder)))
@@ -203,6 +207,11 @@ class Comparison:
             yield from (((scope,), part) for part in asked)
         if "parity" in self.request.parts:
             yield self.request.scopes, "parity"
+
+    def measured_before(self) -> list[str]:
+        """Parts asked for that the folder has already; those of scaling are added to."""
+        found = [part for scopes, part in self.jobs() if part in self.results[scopes[0]]]
+        return [part for part in dict.fromkeys(found) if part != "scaling"]
 
     def measure(self, scopes: tuple[str, ...], part: str, progress: Progress) -> None:
         """Run one part in the first of the scopes and write what it found into all of them."""
@@ -320,8 +329,12 @@ def read(path: Path) -> dict:
         raise UserError(f"{path} is damaged: {', '.join(damaged)} should be a table.")
     if not all(isinstance(found, dict) for found in result.get(UNFINISHED, {}).values()):
         raise UserError(f"{path} is damaged: {UNFINISHED} should hold a table for each part.")
-    if not isinstance(result["missing"], list):
-        raise UserError(f"{path} is damaged: missing should be a list.")
+    for key in ("missing", "norms"):
+        if not isinstance(result[key], list) or not all(isinstance(v, str) for v in result[key]):
+            raise UserError(f"{path} is damaged: {key} should be a list of names.")
+    for key, known in (("scope", SCOPES), ("baseline", result["norms"])):
+        if result[key] not in [*known]:
+            raise UserError(f"{path} is damaged: {key} should be one of {', '.join(known)}.")
     return result
 
 

@@ -1,8 +1,11 @@
 """What all parts of a comparison share: same weights, same batches, one step."""
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -181,3 +184,19 @@ def batches(settings: Settings, steps: int, seed: int) -> list[Tensor]:
         data = TextDataModule(**{**settings.config["data"], "seed": seed})
         data.setup("fit")
     return [data.train_batch(step).to(settings.device) for step in range(steps)]
+
+
+def norm_sources(norms: Iterable[str]) -> dict[str, str]:
+    """Digests of the Python files of norms of one's own: of the whole package that one is in."""
+    digests = {}
+    for name in norms:
+        if ":" in name:
+            top = importlib.import_module(name.partition(":")[0].partition(".")[0])
+            files = [
+                file
+                for folder in getattr(top, "__path__", [])
+                for file in sorted(Path(folder).rglob("*.py"))
+            ] or [Path(top.__file__)]
+            content = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+            digests[name] = content.hexdigest()[:12]
+    return digests

@@ -93,6 +93,13 @@ def trial_problems(
             f"norm {name!r} has to keep the shape {tuple(x.shape)} in rms_norm's output and the "
             f"two of add_rms_norm; what it returns has {', '.join(map(str, shapes))}."
         ]
+    dtypes, wanted = [output.dtype for output in outputs], [branch, branch, stream]
+    if dtypes != wanted:
+        return [
+            f"norm {name!r} has to return y in out_dtype and h in residual's dtype: "
+            f"{', '.join(map(str, wanted))} from rms_norm and add_rms_norm, but it returns "
+            f"{', '.join(map(str, dtypes))}."
+        ]
     return []
 
 

@@ -1,5 +1,6 @@
 """What a benchmark's figures depend on: GPU, driver, clocks, versions; "n/a" if unknown."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -59,11 +60,18 @@ def nvidia_smi(*fields: str) -> dict[str, str]:
 
 
 def git_revision() -> str:
-    """What GIT_REVISION says, for a copy of a checkout; else the commit, "-dirty" if changed."""
+    """What GIT_REVISION says, for a copy of a checkout; else the commit.
+
+    Where files were changed, "-dirty" and a digest of the changes follow.
+    """
     if revision := os.environ.get("GIT_REVISION"):
         return revision
     try:
-        return _output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        revision = _output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        if revision.endswith("-dirty"):
+            changes = _output("git", "diff", "HEAD").encode()
+            revision += f"-{hashlib.sha256(changes).hexdigest()[:8]}"
+        return revision
     except (OSError, subprocess.SubprocessError):
         return NOT_AVAILABLE
 

@@ -18,7 +18,15 @@ from kernels.bench.targets import PEERS, Verdict, by_case, judge
 RESULTS, CSV, PLOT, TABLES = "kernels.json", "kernels.csv", "kernels.png", "kernels.md"
 # Runs are only put together if these agree: figures from two GPUs do not belong in one table.
 SAME_ENVIRONMENT = ("gpu", "driver_version", "torch", "triton", "liger", "quack", "git_revision")
-ROW = {"group", "op", "pass", "impl", "mode", "rows", "n", "x_dtype", "residual_dtype", "us"}
+TEXT, NUMBER, NONE = str, (int, float), type(None)
+ROW = {
+    **dict.fromkeys(("group", "op", "pass", "impl", "x_dtype", "weight_dtype", "out_dtype"), TEXT),
+    **dict.fromkeys(("mode", "residual_dtype", "reason"), (TEXT, NONE)),
+    **dict.fromkeys(("rows", "n", "bytes"), int),
+    "ceiling_us": NUMBER,
+    **dict.fromkeys(("gb_s", "fraction", "host_us", "first_call_s"), (*NUMBER, NONE)),
+    **dict.fromkeys(("us", "us_warm", "error"), (dict, NONE)),
+}
 IMPLEMENTATIONS = ("triton", *PEERS, "eager", "triton-atomic")
 COLORS = ("#000000", "#D55E00", "#56B4E9", "#009E73", "#CC79A7", "#999999", "#E69F00")
 PLOTTED_GROUPS = ("design", "widths", "sweep")
@@ -31,12 +39,13 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if len(arguments.folders) > 1 and arguments.out is None:
         parser.error("several folders need --out, the folder for what they make together")
+    out = arguments.out or arguments.folders[0]
     try:
         results = merge([load(folder) for folder in arguments.folders])
+        check_kept(results, out)
+        write(results, out)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    out = arguments.out or arguments.folders[0]
-    write(results, out)
     print(targets_table(results))
     return 0
 
@@ -58,14 +67,27 @@ def load(folder: Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{path} is not what a benchmark writes: {error}") from error
     try:
-        parts = [(results["environment"], {"gpu"}), *((row, ROW) for row in results["rows"])]
-        lacking = set().union(*(keys - part.keys() for part, keys in parts))
+        environment, rows = results["environment"], list(results["rows"])
+        lacking = set().union(
+            {"gpu"} - environment.keys(), *(ROW.keys() - row.keys() for row in rows)
+        )
     except (KeyError, TypeError, AttributeError):
         lacking = {"environment", "rows"}
     if lacking:
         names = ", ".join(sorted(lacking))
         raise ValueError(f"{path} is not what a benchmark writes: it lacks {names}")
+    for row in rows:
+        for key, kind in ROW.items():
+            if not isinstance(row[key], kind):
+                raise ValueError(f"{path} is not what a benchmark writes: {key} is {row[key]!r}")
     return results
+
+
+def check_kept(results: dict, folder: Path) -> None:
+    """ValueError if the folder's kernels.json has what would be lost by writing the results."""
+    path = folder / RESULTS
+    if path.exists() and any(row not in results["rows"] for row in load(folder)["rows"]):
+        raise ValueError(f"{path} has other measurements, which would be lost: name another folder")
 
 
 def merge(runs: list[dict]) -> dict:

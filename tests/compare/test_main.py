@@ -218,6 +218,27 @@ def test_parts_join_the_newest_with_the_same_settings(run, outcomes, tmp_path):
     assert {"memory", "parity"} <= results(tmp_path / "compare-small").keys()
 
 
+def test_what_is_measured_again_is_said(run, outcomes, capsys):
+    assert run("parity") == 0
+    assert "Measured again" not in capsys.readouterr().out
+    assert run("parity") == 0
+    assert "Measured again, in place of what is there: parity." in capsys.readouterr().out
+
+
+def test_a_norm_of_ones_own_that_has_changed_begins_anew(run, outcomes, tmp_path, monkeypatch):
+    (tmp_path / "edited_norms").mkdir()
+    module = tmp_path / "edited_norms" / "norm.py"
+    module.write_text("from kernels.reference import norm\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    norms = ["--norms", "eager,edited_norms.norm:norm"]
+    for _ in range(2):
+        assert run("parity", *norms) == 0
+    assert not (tmp_path / "compare-small-2").exists()
+    module.write_text("from kernels.reference import norm  # but not the same\n")
+    assert run("parity", *norms) == 0
+    assert (tmp_path / "compare-small-2" / "results.json").exists()
+
+
 def test_two_at_a_time_in_one_folder_are_refused(run, outcomes, tmp_path, capsys):
     assert run("parity") == 0
     before = results(tmp_path / "compare-small")
@@ -242,6 +263,10 @@ def test_a_full_disk_is_said(run, outcomes, monkeypatch, capsys):
         ("unfinished", None),
         ("unfinished", {"speed": None}),
         ("missing", None),
+        ("missing", [5]),
+        ("norms", "eager"),
+        ("scope", "weird"),
+        ("baseline", "aten2"),
         ("environment", None),
         ("speed", []),
     ],

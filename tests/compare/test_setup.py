@@ -107,7 +107,13 @@ def crashes(*arguments, **options):
     raise TypeError("no such argument")
 
 
+def widens(x, residual, *arguments, **options):
+    y, h = reference.add_rms_norm(x, residual, *arguments, **options)
+    return y, h.double()
+
+
 refusing = Norm("refuses", refuses, refuses)
+widening = Norm("widens", reference.rms_norm, widens)
 crashing = Norm("crashes", reference.rms_norm, crashes)
 
 
@@ -122,3 +128,9 @@ def test_norms_that_cannot_do_it_are_named(settings, own_norms):
     first, second = norm_problems(dataclasses.replace(settings, norms=wanted), lambda *_: None)
     assert "own_norms:refusing' fails in a first call: ValueError: norm 'refuses' wants" in first
     assert "own_norms:crashing' fails in a first call: TypeError: no such argument" in second
+
+
+def test_a_stream_of_another_dtype_is_refused(settings, own_norms):
+    wanted = dataclasses.replace(settings, norms=("eager", "own_norms:widening"))
+    [problem] = norm_problems(wanted, lambda *_: None)
+    assert "own_norms:widening' has to return y in out_dtype and h in residual's dtype" in problem

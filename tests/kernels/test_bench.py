@@ -287,7 +287,10 @@ def test_results_survive_the_file(results, tmp_path):
         ("{", "Expecting"),
         ("[]", "environment"),
         ('{"environment": {}, "rows": []}', "it lacks gpu"),
-        ('{"environment": {"gpu": "x"}, "rows": [{"group": "x"}]}', "it lacks impl, mode, n, op"),
+        (
+            '{"environment": {"gpu": "x"}, "rows": [{"group": "x"}]}',
+            "it lacks bytes, ceiling_us, error",
+        ),
     ],
 )
 def test_what_no_benchmark_has_written_is_named(tmp_path, capsys, content, lacks):
@@ -298,6 +301,35 @@ def test_what_no_benchmark_has_written_is_named(tmp_path, capsys, content, lacks
     told = capsys.readouterr().err
     assert f"{tmp_path / 'kernels.json'} is not what a benchmark writes" in told
     assert lacks in told
+
+
+@pytest.mark.parametrize(("key", "value"), [("us", 5.0), ("n", "x"), ("rows", None)])
+def test_a_damaged_row_is_named(results, tmp_path, capsys, key, value):
+    results["rows"][0][key] = value
+    report.save(results, tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path)])
+    assert f"is not what a benchmark writes: {key} is {value!r}" in capsys.readouterr().err
+
+
+def test_other_measurements_are_not_written_over(results, tmp_path, capsys):
+    report.save(results, tmp_path / "all")
+    report.save(results | {"rows": results["rows"][:3]}, tmp_path / "some")
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path / "some"), "--out", str(tmp_path / "all")])
+    assert "has other measurements, which would be lost" in capsys.readouterr().err
+    assert report.load(tmp_path / "all") == results
+    for _ in range(2):
+        assert report.main([str(tmp_path / "all"), "--out", str(tmp_path / "some")]) == 0
+    assert report.load(tmp_path / "some") == results
+
+
+def test_a_folder_that_cannot_be_is_bad_input(results, tmp_path, capsys):
+    report.save(results, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="2"):
+        report.main([str(tmp_path), "--out", str(tmp_path / "file")])
+    assert "exists" in capsys.readouterr().err
 
 
 def test_report_makes_every_file_from_the_json(results, tmp_path, capsys):
