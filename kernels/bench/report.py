@@ -67,7 +67,7 @@ def load(folder: Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{path} is not what a benchmark writes: {error}") from error
     try:
-        environment, rows = results["environment"], list(results["rows"])
+        environment, rows = results["environment"], results["rows"]
         lacking = set().union(
             {"gpu"} - environment.keys(), *(ROW.keys() - row.keys() for row in rows)
         )
@@ -76,6 +76,8 @@ def load(folder: Path) -> dict:
     if lacking:
         names = ", ".join(sorted(lacking))
         raise ValueError(f"{path} is not what a benchmark writes: it lacks {names}")
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is not what a benchmark writes: rows is {rows!r}")
     for row in rows:
         for key, kind in ROW.items():
             if not isinstance(row[key], kind):

@@ -168,28 +168,24 @@ def launches(shown: Rows) -> Rows:
 
 
 def two_gpu_losses(shown: Rows) -> Rows:
-    def losses(pattern: str, name: str) -> list[float]:
-        runs = sorted((RESULTS / "h200-x2/train").glob(pattern), key=by_norm)
-        return [loss_of(run, name) for run in runs]
-
     rows = []
     for name, *_ in shown:
-        compared = name if name.startswith(("step", "validation")) else rows[-1][0]
-        one = losses("one-*", compared) + losses("null-*", compared)
+        one, ddp, fsdp = (
+            [loss_of(run, name) for kind in kinds for run in training_runs(kind)]
+            for kinds in (("one", "null"), ("ddp",), ("fsdp",))
+        )
         mean, sd = statistics.mean(one), statistics.stdev(one)
-        two = [losses(f"{strategy}-*", compared) for strategy in ("ddp", "fsdp")]
-        if compared == name:
-            listed = [", ".join(f"{loss:.4f}" for loss in found) for found in two]
-            rows.append([name, f"{mean:.4f} ({sd:.4f})", *listed])
-        else:
-            error = sd * math.sqrt(1 + 1 / len(one))
-            off = [", ".join(f"{(loss - mean) / error:+.2f}" for loss in found) for found in two]
-            rows.append([name, "", *off])
+        error = sd * math.sqrt(1 + 1 / len(one))  # of one more run's distance from the mean
+        farthest = max(abs(loss - mean) / error for loss in ddp + fsdp)
+        listed = [", ".join(f"{loss:.4f}" for loss in found) for found in (ddp, fsdp)]
+        rows.append([name, f"{mean:.4f} ({sd:.4f})", *listed, f"{farthest:.2f}"])
     return rows
 
 
-def by_norm(run: Path) -> int:
-    return NORMS.index(run.name.split("-")[1])
+def training_runs(kind: str) -> list[Path]:
+    """On one or two GPUs, by norm: eager, compiled, triton."""
+    runs = (RESULTS / "h200-x2/train").glob(f"{kind}-*")
+    return sorted(runs, key=lambda run: NORMS.index(run.name.split("-")[1]))
 
 
 def loss_of(run: Path, name: str) -> float:

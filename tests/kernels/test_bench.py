@@ -3,13 +3,14 @@
 import csv
 import dataclasses
 import json
+import subprocess
 
 import pytest
 import torch
 
 from kernels import Norm, load_norm, reference
 from kernels.bench import __main__ as bench
-from kernels.bench import report, timing
+from kernels.bench import environment, report, timing
 from kernels.bench.cases import (
     DESIGN_SHAPES,
     Case,
@@ -360,6 +361,23 @@ def test_plot_holds_a_line_for_each_implementation_and_the_ceiling(results):
     assert lines.keys() == {"triton", "compiled", "eager", "ceiling"}
     assert lines["triton"] == [(1024, 372.4), (2048, 744.7)]  # 4 bytes x rows x n / 11 us
     assert lines["ceiling"][0] == (1024, pytest.approx(409.6))
+
+
+def test_a_revision_tells_one_uncommitted_change_from_another(tmp_path, monkeypatch):
+    monkeypatch.delenv("GIT_REVISION", raising=False)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "file"))
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    found = []
+    for content in ("committed", "one", "another", "one"):
+        (tmp_path / "file").write_text(content)
+        if content == "committed":
+            for command in (["init"], ["add", "file"], [*author, "commit", "--message", content]):
+                subprocess.run(["git", *command], cwd=tmp_path, check=True, capture_output=True)
+        found.append(environment.git_revision())
+    commit, one, another, again = found
+    assert len(commit) == 40
+    assert one.startswith(f"{commit}-dirty-")
+    assert one == again != another
 
 
 def test_runs_of_other_cases_are_put_together(results):
